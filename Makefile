@@ -9,7 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
 
-setup: .venv/.done ## create the environment (.venv) from requirements.txt
+setup: .venv/.done ## create the environment (.venv) from requirements.txt, and install the commit hook
 
 demo: setup ## run the demo: six clients, six domains, one round, one global model
 	$(BIN)/osfl run configs/demo.toml
@@ -24,7 +24,7 @@ compose-demo: ## start the demo's federation in containers with TLS and node key
 	$(COMPOSE) -p osfl-demo exec -T server osfl show /data/runs/compose-demo && \
 	mkdir -p runs && docker cp $$($(COMPOSE) -p osfl-demo ps -q server):/data/runs/compose-demo runs/
 
-check: lint ## run lint, types and the fast tests: about 3 minutes
+check: lint ## run lint, types and the fast tests: about 6 minutes
 	$(BIN)/pytest -m "not slow and not system"
 
 test: lint ## run everything: lint, types and all tests
@@ -37,7 +37,7 @@ test-newest-flower: | $(UV) ## test simulation and TLS nodes on the newest Flowe
 	sed -E 's/"flwr(\[simulation\])?[<=>][^"]*"/"flwr\1"/' pyproject.toml > $(NEWEST)/pyproject.toml
 	$(UV) pip install --quiet --upgrade --python $(NEWEST)/bin/python -r $(NEWEST)/pyproject.toml --all-extras
 	$(UV) pip install --quiet --python $(NEWEST)/bin/python --no-deps --editable .
-	$(NEWEST)/bin/python -m pytest -n 1 tests/system/test_simulation.py tests/system/test_deployment.py
+	$(NEWEST)/bin/python -m pytest -n 1 tests/system/test_simulation.py tests/system/test_deployment.py tests/system/test_proxy.py
 
 lint: setup ## run ruff and mypy
 	$(BIN)/ruff check .
@@ -47,7 +47,7 @@ lint: setup ## run ruff and mypy
 proto: setup ## generate osfl/payload/v1 from proto/
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --pyi_out=. osfl/payload/v1/payload.proto
 
-docs-pages: setup ## write the pages generated from the code: docs/configuration.md
+docs-pages: setup ## write what is generated from the code: docs/configuration.md, the settings of deploy/hub-app
 	$(BIN)/python docs/generate.py
 
 requirements: ## pin the newest compatible versions
@@ -60,12 +60,12 @@ JOBS ?= 2
 
 FIRST ?= 0
 COUNT ?= 1000
-AT_ONCE ?= 1
+PARALLEL ?= 1
 AGAIN ?=
 TABLE ?=
 
-histories: setup ## randomized fault injection into a real federation, with checks after each run: FIRST=0 COUNT=1000 AT_ONCE=1 AGAIN= TABLE=
-	$(BIN)/python tests/helpers/fault_injection.py $(FIRST) $(COUNT) --at-once $(AT_ONCE) $(if $(AGAIN),--again) $(if $(TABLE),--table)
+histories: setup ## randomized fault injection into a real federation, with checks after each run: FIRST=0 COUNT=1000 PARALLEL=1 AGAIN= TABLE=
+	$(BIN)/python -m benchmarks.tools.fault_injection $(FIRST) $(COUNT) --parallel $(PARALLEL) $(if $(AGAIN),--again) $(if $(TABLE),--table)
 
 mutants: setup ## mutation testing of the unit tests: SAMPLE=100 mutants, drawn with SEED=0, started within MINUTES=60
 	$(BIN)/python -m benchmarks.tools.mutants --sample $(SAMPLE) --minutes $(MINUTES) --seed $(SEED) --jobs $(JOBS)
@@ -77,10 +77,12 @@ docs: setup ## build the documentation into site/; a broken link fails
 kit: setup ## train kits/digits again, into runs/kit
 	$(BIN)/osfl kit train
 
+# A worktree has the hooks of its checkout, an archive none; a machine's own hooks (core.hooksPath) stay
 .venv/.done: requirements.txt pyproject.toml | $(UV)
 	test -x $(BIN)/python || $(UV) venv --quiet --python ">=3.11,<3.14" .venv
 	$(UV) pip sync --quiet --python $(BIN)/python requirements.txt
 	$(UV) pip install --quiet --python $(BIN)/python --no-deps --editable .
+	test ! -d .git || $(BIN)/pre-commit install >/dev/null || echo "no commit hook installed"
 	touch $@
 
 .tools/bin/uv:

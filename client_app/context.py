@@ -6,8 +6,10 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from client_app.privacy.sum_noise import SumNoise
 from osfl.config import RunConfig
-from osfl.data.load import Fit, Images
+from osfl.data.load import Images
+from osfl.data.pictures import Fit
 from osfl.util.costs import FlopMeter
 
 Batch = TypeVar("Batch", bound=Sized)
@@ -41,6 +43,8 @@ class ClientJob:
     domain: Callable[[], str] = lambda: ""
     meter: FlopMeter = field(default_factory=FlopMeter)
     progress: Progress = _ignore_progress
+    # With an epsilon in a secure sum: the clipping bound of what the client adds
+    sum_noise: SumNoise = field(default_factory=SumNoise)
     # Gradient checkpointing: recompute activations in the backward pass
     saves_memory: bool = False
 

@@ -10,16 +10,16 @@ from osfl.methods import METHODS
 def declared_images(config: RunConfig, node: NodeConfig) -> list[int]:
     """Return the number of training images per class; with an iterative method, the total alone.
 
-    A site declares no more than its payload states later. It declares nothing if the method does
-    not weight clients by their images, or if it gives a DP guarantee: exact counts must not leave
-    it then.
+    A site declares no more than its payload states later. It declares nothing if it only tests, if
+    the method does not weight clients by their images, or if it gives a DP guarantee or adds its
+    payload to a secure sum: exact counts must not leave it then.
 
     Raises:
         DataError: the images cannot be listed.
     """
     method = METHODS[config.method]
-    private = config.epsilon or node.epsilon or node.epsilon_total
-    if private or not (method.features or method.rounds):
+    private = config.epsilon or node.requires_guarantee or config.secure_sum
+    if private or node.tests_only or config.advise or not (method.features or method.rounds):
         return []
     # Imports torch, which clients of the other methods do not need to join
     from osfl.data.load import image_labels

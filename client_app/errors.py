@@ -84,9 +84,12 @@ def encode_private_errors(
 
 
 def _has_guarantee(context: Context) -> bool:
-    """Return whether the site or the run requires a DP guarantee. Reads the unparsed settings."""
-    budgets = (context.node_config.get(key) for key in ("epsilon", "epsilon-total"))
-    return any(budgets) or bool(context.run_config.get("epsilon"))
+    """Return whether the site or the run requires a DP guarantee, or a secure sum.
+
+    Reads the unparsed settings.
+    """
+    demands = (context.node_config.get(key) for key in ("epsilon", "epsilon-total", "secure-sum"))
+    return any(demands) or any(context.run_config.get(key) for key in ("epsilon", "secure-sum"))
 
 
 def _sanitized(error: Exception) -> Exception:

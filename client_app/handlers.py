@@ -3,9 +3,9 @@
 Imports torch, which joining does without.
 """
 
-import json
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,12 +15,13 @@ from flwr.app import MetricRecord, RecordDict
 from client_app import payload_cache
 from client_app.context import ClientJob
 from client_app.errors import PublicConfigError
+from client_app.evaluation import ModelTest, histogram_records, write_predictions
 from client_app.image_cache import files_key, load_cached
 from client_app.keys import select_sealing_key
 from client_app.privacy.ledger import BookedDraw, Ledger, ledger_folder
+from client_app.secure_sum import accept_roster
 from osfl.config import ConfigError, NodeConfig, RunConfig
 from osfl.data.load import (
-    Fit,
     Images,
     count_images,
     domain_name,
@@ -29,13 +30,23 @@ from osfl.data.load import (
 )
 from osfl.data.overlap import check_disjoint
 from osfl.data.parts import class_names, folder_notes, left_out_notes
+from osfl.data.pictures import Fit
+from osfl.inference.description import ModelDescription, describe
+from osfl.kit.used_parts import global_settings
 from osfl.methods import METHODS, client_module
 from osfl.payload import wire
 from osfl.payload.encryption import seal
-from osfl.payload.messages import WITHHELD, SentModel, pack_payload, select_costs, unpack_model
+from osfl.payload.messages import (
+    SentModel,
+    pack_payload,
+    pack_withheld,
+    select_costs,
+    unpack_model,
+)
 from osfl.util.costs import Stopwatch, peak_memory_mb, release_memory
 from osfl.util.devices import pick_device, uses_checkpointing
 from osfl.util.files import CorruptFileError, open_private, write_atomically
+from osfl.util.imports import without_collection
 
 if TYPE_CHECKING:
     import torch
@@ -46,18 +57,21 @@ log = logging.getLogger("flwr")
 
 def train(
     content: RecordDict,
-    config: RunConfig,
+    parts: Sequence[RunConfig],
     node: NodeConfig,
     client: str,
     job_id: str,
-    kit: str,
+    kits: Sequence[str],
     folder: Path,
 ) -> RecordDict:
     """Make the reply to `train`: a payload, or the result of a training round.
 
     Args:
+        parts: the settings of each method whose payload the message contains; usually one.
+        kits: the kit of each.
         folder: the client's own for this job; the same settings give the same folder.
     """
+    config = parts[0]
     if small := small_classes(config.data, node, config.seed):
         names = class_names(config.data)
         log.warning(
@@ -74,21 +88,51 @@ def train(
     if METHODS[config.method].rounds:
         from client_app.learning.local_training import train_round
 
-        return train_round(content, client_job(config, node, client, kit, folder), folder)
-    blob, costs = _payload(config, node, client, job_id, kit, folder)
+        return train_round(content, client_job(config, node, client, kits[0], folder), folder)
+    if config.secure_sum:
+        return _masked_reply(content, config, node, client, job_id, kits[0], folder)
+    blob, costs = _payload(parts, node, client, job_id, kits, folder)
     if seal_to is not None:
         # The cached copy stays unencrypted: it never leaves this machine
         blob = seal(blob, seal_to, job_id, client)
     return pack_payload(blob, select_costs(costs))
 
 
+def _masked_reply(
+    content: RecordDict,
+    config: RunConfig,
+    node: NodeConfig,
+    client: str,
+    job_id: str,
+    kit: str,
+    folder: Path,
+) -> RecordDict:
+    """Make the reply to `train` in a secure sum: the masked payload, the same for each request."""
+    from client_app.masked_payload import make_masked_payload, stored_masked_payload
+
+    # Before the work: a roster that this site refuses costs none
+    roster, secrets = accept_roster(content, config, node, client, job_id, folder)
+    blob = stored_masked_payload(secrets, folder)
+    if blob is not None:
+        costs = {**payload_cache.costs_of(folder), "resent": 1.0}
+        return pack_payload(blob, select_costs(costs, is_masked=True))
+    payload, costs = _payload([config], node, client, job_id, [kit], folder)
+    blob = make_masked_payload(payload, roster, secrets, config, node, client, folder)
+    if config.epsilon:
+        # Its means have no noise, which only the masked numbers have
+        payload_cache.delete_content(folder)
+    return pack_payload(blob, select_costs(costs, is_masked=True))
+
+
 def evaluate(content: RecordDict, config: RunConfig, node: NodeConfig, client: str) -> RecordDict:
     """Make the reply to `evaluate`: the global model's confusion matrix on this node's test images.
 
+    Without a DP guarantee it has histograms of the scores, too (`histogram_records`).
+
     If requested, the model is first personalized on this client's own training images. Results that
     a site withholds (`test-results`; with an epsilon, every result of personalization) go to its
-    own log and `models-dir` and do not change the reply. A node with a `models-dir` keeps the
-    model.
+    own log, `models-dir` and `predictions-dir` and do not change the reply. A node with a
+    `models-dir` keeps the model.
 
     Raises:
         ClassifierError: the model does not match its architecture, or cannot be personalized.
@@ -103,21 +147,19 @@ def evaluate(content: RecordDict, config: RunConfig, node: NodeConfig, client: s
     model = classifiers.rebuild_classifier(
         sent.state, sent.architecture, len(names), sent.small_stem
     )
-    if not node.sends_test_results or (sent.adapts and guaranteed):
+    if sent.personalizes and node.tests_only:
+        return pack_withheld()
+    if not node.sends_test_results or (sent.personalizes and guaranteed):
         _test_for_site(model, sent, config, node, client)
-        return _withheld()
+        return pack_withheld()
     if node.requires_guarantee:
         check_disjoint(config.data, node)
-    matrix = _test(model, sent, config, node, client)
+    test = _test(model, sent, config, node, client)
     # With a DP guarantee the reply omits the running time, too
     seconds = 0.0 if guaranteed else watch.seconds
-    cells = [cell for row in matrix for cell in row]
-    return RecordDict({"metrics": MetricRecord({"seconds": seconds, "confusion": cells})})
-
-
-def _withheld() -> RecordDict:
-    """Return the reply of a site that withholds its test result: it depends on no image."""
-    return RecordDict({"metrics": MetricRecord({"seconds": 0.0, WITHHELD: 1})})
+    cells = [cell for row in test.matrix for cell in row]
+    metrics = MetricRecord({"seconds": seconds, "confusion": cells})
+    return RecordDict({"metrics": metrics, **histogram_records(test, config, node)})
 
 
 def _test_for_site(
@@ -125,7 +167,7 @@ def _test_for_site(
 ) -> None:
     """Test a model for this site alone. Log a failure, and do not raise it."""
     # A personalized model that is neither kept nor reported has no use
-    if sent.adapts and not node.models_dir:
+    if sent.personalizes and not (node.models_dir or node.predictions_dir):
         return
     try:
         _test(model, sent, config, node, client)
@@ -135,64 +177,66 @@ def _test_for_site(
 
 def _test(
     model: "nn.Module", sent: SentModel, config: RunConfig, node: NodeConfig, client: str
-) -> list[list[int]]:
-    """Test the model, personalized first if requested, and keep it if the site keeps models.
-
-    Returns:
-        confusion matrix: true classes by predicted classes.
-    """
+) -> ModelTest:
+    """Test the model, personalized first if requested, and keep what the site keeps."""
     from osfl.models import classifiers
 
     names = class_names(config.data)
     device = pick_device(node.device)
-    if sent.adapts:
-        _adapt(model, config, node, client, device)
+    if sent.personalizes:
+        _personalize(model, config, node, client, device)
     images = load_images(config.data, node, "test", config.seed)
-    matrix = classifiers.count_confusion(model, images.pixels, images.labels, len(names), device)
-    if sent.adapts or not node.sends_test_results:
+    logits = classifiers.compute_logits(model, images.pixels, device)
+    matrix = classifiers.confusion_of(logits, images.labels, len(names))
+    test = ModelTest(logits, images.labels, matrix)
+    if sent.personalizes or not node.sends_test_results:
         correct = sum(row[label] for label, row in enumerate(matrix))
-        model_name = "personalized" if sent.adapts else sent.name
+        model_name = "personalized" if sent.personalizes else sent.name
         log.info(
             "%s: model %s: %d of %d test images correct",
-            *(client, model_name, correct, len(images)),
+            client,
+            model_name,
+            correct,
+            len(images),
         )
-    # With method local the models are other clients' classifiers
-    if node.models_dir and config.method != "local":
-        _keep_model(sent, model, names, client, Path(node.models_dir).expanduser())
-    return matrix
+    # Without a global model the models are other clients' classifiers
+    if node.models_dir and METHODS[config.method].global_model:
+        _keep_model(sent, model, config, client, Path(node.models_dir).expanduser())
+    write_predictions(test, config, node, _file_name(sent, client))
+    return test
 
 
-def _adapt(
+def _file_name(sent: SentModel, client: str) -> str:
+    """Return the name, without extension, of the files that a site keeps of a model."""
+    adapted = "-adapted" if sent.personalizes else ""
+    return f"{sent.job}-{sent.name}-{client}{adapted}"
+
+
+def _personalize(
     model: "nn.Module", config: RunConfig, node: NodeConfig, client: str, device: "torch.device"
 ) -> None:
     """Personalize a model in place."""
     from client_app.learning.personalization import personalize
     from osfl.models.classifiers import ClassifierError
 
-    log.info("%s: personalizing the global model, %d steps", client, config.adaptation.steps)
+    log.info("%s: personalizing the global model, %d steps", client, config.personalization.steps)
     try:
         personalize(
             model, load_images(config.data, node, "train", config.seed), config, client, device
         )
     except ClassifierError as error:
-        raise ClassifierError(f"adaptation: {error}") from None
+        raise ClassifierError(f"personalization: {error}") from None
 
 
 def _keep_model(
-    sent: SentModel, model: "nn.Module", classes: Sequence[str], client: str, folder: Path
+    sent: SentModel, model: "nn.Module", config: RunConfig, client: str, folder: Path
 ) -> None:
     """Write a model to the site's `models-dir`, with metadata that describes it."""
     from safetensors.torch import save
 
-    metadata = {
-        "architecture": sent.architecture,
-        "small-stem": json.dumps(sent.small_stem),
-        "classes": json.dumps(classes),
-        "adapted": json.dumps(sent.adapts),
-    }
+    metadata = _describe(sent, model, config).metadata()
     state = {name: tensor.cpu().contiguous() for name, tensor in model.state_dict().items()}
-    adapted = "-adapted" if sent.adapts else ""
-    file = folder / f"{sent.job}-{sent.name}-{client}{adapted}.safetensors"
+    file = folder / f"{_file_name(sent, client)}.safetensors"
     try:
         write_atomically(file, save(state, metadata))
     except OSError as error:
@@ -202,48 +246,93 @@ def _keep_model(
         log.info("the model is saved in %s", file)
 
 
+def _describe(sent: SentModel, model: "nn.Module", config: RunConfig) -> ModelDescription:
+    settings = replace(
+        global_settings(config), architecture=sent.architecture, small_stem=sent.small_stem
+    )
+    description = describe(config, sent.job, sent.name, settings, model)
+    if not sent.personalizes:
+        return description
+    # The guarantee is about what leaves a client, and this model has seen its images
+    trained_on = f"{description.trained_on}; then {config.personalization.steps} steps on a site's"
+    return replace(description, trained_on=f"{trained_on} images", epsilon=None, delta=None)
+
+
 def _payload(
-    config: RunConfig, node: NodeConfig, client: str, job_id: str, kit: str, folder: Path
+    parts: Sequence[RunConfig],
+    node: NodeConfig,
+    client: str,
+    job_id: str,
+    kits: Sequence[str],
+    folder: Path,
 ) -> tuple[bytes, dict[str, float]]:
     """Return the encoded payload and its costs; make it unless it is cached in `folder`."""
-    draw = _booked_draw(config, node, client, job_id, folder)
+    config = parts[0]
+    draw = _booked_draw(parts, node, client, job_id, folder)
     if (cached := _cached_payload(draw, config, folder)) is not None:
         if draw is not None:
             draw.finish()
         return _within_limit(cached.blob, config), {**cached.costs, "resent": 1.0}
     watch = Stopwatch()
+    # Guarantees add up
+    epsilon = sum(part.epsilon for part in parts)
+    delta = sum(part.guaranteed_delta for part in parts)
     if draw is not None:
-        spent = draw.book(config.epsilon, config.guaranteed_delta, node.epsilon_total)
+        spent = draw.book(epsilon, delta, node.epsilon_total)
         log.info(
             "%s: this job spends epsilon = %g and delta = %g; the total is %g and %g",
-            *(client, config.epsilon, config.guaranteed_delta, *spent),
+            *(client, epsilon, delta, *spent),
         )
-    job = client_job(config, node, client, kit, folder)
-    payload = client_module(config.method).make_payload(job)
-    blob = wire.encode(payload, config.method, job_id, client, config.payload_codec)
+    blob, flops = _make(parts, node, client, job_id, kits, folder)
     costs = {
         "seconds": watch.seconds,
-        "flops": float(job.meter.total),
+        "flops": flops,
         "peak_memory_mb": peak_memory_mb(),
         "images": float(count_images(config.data, node, "train", config.seed)),
         "resent": 0.0,
-        "epsilon": config.epsilon,
-        "delta": config.guaranteed_delta,
+        "epsilon": epsilon,
+        "delta": delta,
     }
     payload_cache.store(folder, blob, costs)
     if draw is not None:
         draw.finish()
     # Sending needs twice the payload's size in memory
-    del payload, job
     release_memory()
     return _within_limit(blob, config), costs
 
 
+def _make(
+    parts: Sequence[RunConfig],
+    node: NodeConfig,
+    client: str,
+    job_id: str,
+    kits: Sequence[str],
+    folder: Path,
+) -> tuple[bytes, float]:
+    """Make the payload of every part, and return the encoded message and its FLOPs."""
+    payloads = {}
+    flops = 0.0
+    for part, kit in zip(parts, kits, strict=True):
+        job = client_job(part, node, client, kit, folder)
+        with without_collection():
+            module = client_module(part.method)
+        payloads[part.method] = module.make_payload(job)
+        flops += float(job.meter.total)
+        if part.secure_sum:
+            job.sum_noise.store(folder)
+    if len(parts) == 1:
+        (config,) = parts
+        payload = payloads[config.method]
+        return wire.encode(payload, config.method, job_id, client, config.payload_codec), flops
+    codecs = {part.method: part.payload_codec for part in parts}
+    return wire.encode_joint(payloads, codecs, job_id, client), flops
+
+
 def _booked_draw(
-    config: RunConfig, node: NodeConfig, client: str, job_id: str, folder: Path
+    parts: Sequence[RunConfig], node: NodeConfig, client: str, job_id: str, folder: Path
 ) -> BookedDraw | None:
-    """Return the ledger entry of this payload, or None if it has no DP guarantee."""
-    if not (config.epsilon and METHODS[config.method].privacy):
+    """Return the ledger entry of this message, or None if no part has a DP guarantee."""
+    if not any(part.epsilon and METHODS[part.method].privacy for part in parts):
         return None
     ledger = Ledger(ledger_folder(node), client, older=folder.parent.parent)
     return BookedDraw(ledger, job_id, folder.name.removeprefix(f"{client}-"))

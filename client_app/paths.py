@@ -17,6 +17,8 @@ from osfl.util.text import sanitize
 
 _INITS = ("kit", "imagenet", "pretrained", "none")
 _HUB_PREFIX = "hf-hub:"
+# Keys of the models that `osfl advise` measures with, beside the kit
+ADVICE_MODELS = {"classifier.architecture", "classifier.init", "image-encoder"}
 
 
 def check_paths(config: RunConfig, node: NodeConfig) -> None:
@@ -27,11 +29,19 @@ def check_paths(config: RunConfig, node: NodeConfig) -> None:
     Raises:
         ConfigError: a path is outside, or a folder of `allowed-dirs` is not absolute.
     """
+    check_settings(_used_keys(config, node), config, node)
+
+
+def check_settings(keys: set[str], config: RunConfig, node: NodeConfig) -> None:
+    """Reject a run of whose settings one of these keys names a file that this site does not allow.
+
+    Raises:
+        ConfigError: as `check_paths`.
+    """
     folders = allowed_folders(node)
     values = flatten(config)
-    used = _used_keys(config, node)
     for key in SITE_PATHS:
-        for place in _places(key, str(values[key])) if key in used else ():
+        for place in _places(key, str(values[key])) if key in keys else ():
             _check(key, place, folders)
 
 
@@ -66,13 +76,28 @@ def allowed_folders(node: NodeConfig) -> list[Path]:
 
 
 def _used_keys(config: RunConfig, node: NodeConfig) -> set[str]:
-    """Return the keys whose paths this client would read; the server alone may use others."""
+    """Return the keys whose paths this client would read; the server alone may use others.
+
+    A site that only tests makes no payload, and reads its images alone.
+    """
+    if node.tests_only:
+        return _data_keys(config, node)
+    if config.advise:
+        kits = set() if node.kit else {"kit"}
+        return kits | ADVICE_MODELS | _data_keys(config, node)
     method = METHODS[config.method]
     used = {key for key, _, _ in models_outside_kit(config)}
     if kit_parts(config) and not (node.kit and config.sampling_kit == config.kit):
-        used.add("kit" if config.sampling_kit == config.kit else "feddisc.kit")
-    if method.rounds or method.features or method.payload == "Classifier":
+        used.add("kit" if config.sampling_kit == config.kit else config.sampling_kit_key)
+    if method.settings:
+        used |= {key for key in SITE_PATHS if key.startswith(f"{method.section}.")}
+    if method.rounds or method.loads_initial_weights:
         used |= {"classifier.architecture", "classifier.init"}
+    return used | _data_keys(config, node)
+
+
+def _data_keys(config: RunConfig, node: NodeConfig) -> set[str]:
+    used = set()
     if not node.data_dir and is_named(config.data):
         used.add("data.name")
     if not node.data_dir and config.data.name != "digits":

@@ -1,5 +1,8 @@
 """Cache of a client's finished payload on disk, until the server has stored it.
 
+A payload stays with its job: its bytes and its seal state the job's id, and the privacy ledger
+books it under that job. Another job gets it only from its own server's store (`payloads-from`).
+
 `payload.json` holds the payload's SHA-256 and costs, and its own checksum. It is written last, so
 without it there is no payload.
 """
@@ -54,16 +57,35 @@ def load(folder: Path) -> CachedPayload | None:
     return CachedPayload(blob, record["costs"])
 
 
-def may_delete(folder: Path, sha256: str) -> bool:
+def costs_of(folder: Path) -> dict[str, float]:
+    """Return the costs of the payload that a folder holds or held.
+
+    Raises:
+        CorruptFileError: the record is missing or corrupt.
+    """
+    costs: dict[str, float] = read_record(folder / _RECORD)["costs"]
+    return costs
+
+
+def delete_content(folder: Path) -> None:
+    """Delete a payload, but not its record, which says that it was made."""
+    (folder / _PAYLOAD).unlink(missing_ok=True)
+
+
+def may_delete(folder: Path, sha256: str, is_masked: bool = False) -> bool:
     """Return whether a folder holds the payload that the server has stored, without a DP guarantee.
 
     A payload with a guarantee stays: a second noisy draw would spend epsilon again.
+
+    Args:
+        is_masked: whether the digest is that of the payload as it was masked for a secure sum.
     """
     try:
         record = read_record(folder / _RECORD)
     except OSError:
         return False
-    return bool(record["sha256"] == sha256 and not record["costs"]["epsilon"])
+    is_stored = is_masked or record["sha256"] == sha256
+    return bool(is_stored and not record["costs"]["epsilon"])
 
 
 def has_payload(folder: Path) -> bool:

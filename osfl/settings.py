@@ -3,7 +3,8 @@
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from pathlib import Path
+from difflib import get_close_matches
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from flwr.common.config import flatten_dict
@@ -17,6 +18,10 @@ from osfl.util.text import quote, sanitize
 # The folder of the app's packages: a checkout, or site-packages
 PACKAGES = Path(__file__).resolve().parents[1]
 RECOMMENDED = "configs/recommended.toml"
+
+
+# A TOML file, a `key=value` argument, or settings by key as TOML would give them
+Setting = str | Path | Mapping[str, Any]
 
 
 class InstallationError(ConfigError):
@@ -50,8 +55,8 @@ def default_config() -> dict[str, Scalar]:
     return flatten_dict(project["tool"]["flwr"]["app"]["config"])
 
 
-def resolve_config(arguments: Iterable[str]) -> tuple[RunConfig, dict[str, Scalar]]:
-    """Merge TOML files and `key=value` arguments, from left to right, over the defaults.
+def resolve_config(arguments: Iterable[Setting]) -> tuple[RunConfig, dict[str, Scalar]]:
+    """Merge TOML files, `key=value` arguments and mappings, left to right, over the defaults.
 
     Values are TOML (`seed=1`, `classifier.small-stem=false`); anything else is a string
     (`method=fedlmg`).
@@ -72,8 +77,8 @@ def resolve_config(arguments: Iterable[str]) -> tuple[RunConfig, dict[str, Scala
     return config, overrides
 
 
-def read_overrides(arguments: Iterable[str]) -> dict[str, Scalar]:
-    """Read the settings of TOML files and `key=value` arguments, without checking them.
+def read_overrides(arguments: Iterable[Setting]) -> dict[str, Scalar]:
+    """Read the settings of files, `key=value` arguments and mappings, without checking them.
 
     An existing file is read even if its path has an equals sign.
 
@@ -82,13 +87,20 @@ def read_overrides(arguments: Iterable[str]) -> dict[str, Scalar]:
     """
     overrides = dict[str, Scalar]()
     for argument in arguments:
-        key, equals, text = argument.partition("=")
-        if equals and not _is_file(argument):
-            layer = {key.strip(): _value(key.strip(), text.strip(" \t"))}
+        if isinstance(argument, Mapping):
+            layer = flatten_toml(argument)
         else:
-            layer = flatten_toml(read_toml(find_config(argument), argument))
+            layer = _read_layer(str(argument))
         overrides = merge_settings(overrides, layer)
     return overrides
+
+
+def _read_layer(argument: str) -> dict[str, Scalar]:
+    """Read the settings of a file or of a `key=value` argument."""
+    key, equals, text = argument.partition("=")
+    if equals and not _is_file(argument):
+        return {key.strip(): _value(key.strip(), text.strip(" \t"))}
+    return flatten_toml(read_toml(find_config(argument), argument))
 
 
 def merge_settings(
@@ -147,6 +159,8 @@ def _is_file(name: str) -> bool:
 def find_config(name: str) -> Path:
     """Find a settings file here, or among those that come with osfl, such as configs/demo.toml.
 
+    `demo` is short for configs/demo.toml, unless a file here has that name.
+
     Raises:
         ConfigError: there is no such file.
     """
@@ -154,19 +168,31 @@ def find_config(name: str) -> Path:
     if _is_file(name):
         return file
     packaged = shipped("configs")
+    if file.name == name and not file.suffix:
+        file = Path(packaged.name, f"{name}.toml")
     shipped_file = packaged.parent / file
     is_inside = file.parts[:1] == (packaged.name,) and ".." not in file.parts
     if is_inside and _is_file(str(shipped_file)):
         return shipped_file
+    raise ConfigError(f"{quote(name)}: no such file, and not key=value{_similar(name, packaged)}")
+
+
+def _similar(name: str, packaged: Path) -> str:
+    """Return a hint that names shipped settings files like a missing one, or where they are."""
     names = sorted(
         path.relative_to(packaged.parent).as_posix() for path in packaged.rglob("*.toml")
     )
-    raise ConfigError(
-        f"{quote(name)}: no such file, and not key=value. osfl comes with {', '.join(names)}"
-    )
+    stem = PurePosixPath(name).stem
+    similar = [other for other in names if PurePosixPath(other).stem == stem]
+    similar = similar or get_close_matches(name, names, n=1, cutoff=0.8)
+    if similar:
+        return f"; did you mean {' or '.join(similar)}?"
+    files = [other for other in names if other.count("/") == 1]
+    folders = sorted({PurePosixPath(other).parent.as_posix() for other in names} - {packaged.name})
+    return f". osfl comes with {', '.join(files)}, and more in {', '.join(folders)}"
 
 
-def flatten_toml(table: dict[str, Any]) -> dict[str, Scalar]:
+def flatten_toml(table: Mapping[str, Any]) -> dict[str, Scalar]:
     """Flatten a TOML table to dotted keys; lists become comma-separated strings.
 
     Raises:
@@ -175,10 +201,10 @@ def flatten_toml(table: dict[str, Any]) -> dict[str, Scalar]:
     return dict(_flat(table, ""))
 
 
-def _flat(table: dict[str, Any], prefix: str) -> Iterator[tuple[str, Scalar]]:
+def _flat(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Scalar]]:
     for key, value in table.items():
         # Empty sections disappear, but `seed = {}` is an invalid value
-        if isinstance(value, dict) and (value or prefix + key not in schema()):
+        if isinstance(value, Mapping) and (value or prefix + key not in schema()):
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield prefix + key, _scalar(prefix + key, value)
@@ -190,10 +216,14 @@ def _scalar(key: str, value: Any) -> Scalar:
     Raises:
         ConfigError: a table, a date, or a list with other items than strings and numbers.
     """
-    if isinstance(value, list) and all(isinstance(item, int | float | str) for item in value):
+    if isinstance(value, list | tuple) and all(
+        isinstance(item, int | float | str) for item in value
+    ):
         return ",".join(map(str, value))
     if isinstance(value, int | float | str):
         return value
+    if isinstance(value, Path):
+        return str(value)
     raise ConfigError(
         f"{sanitize(key)} = {sanitize(value)}: must be a string, a number, true, false, or a "
         "list of "

@@ -5,27 +5,68 @@ from functools import cache
 
 import torch
 
-from osfl.config import RunConfig, split_names
+from osfl.config import RunConfig, is_mixed, kinds_of, parts_of, split_names
 from osfl.data.parts import class_names
-from osfl.kit.kits import find_kit, kit_shapes
+from osfl.kit.kits import find_kit
+from osfl.kit.shapes import kit_shapes
 from osfl.methods import METHODS
 from osfl.models.classifiers import compute_logits, meta_classifier, rebuild_classifier, remove_head
 from osfl.payload import wire
 from osfl.payload.fields import field_tensors, fields_of
-from osfl.payload.kinds import Classifier, FeatureStatistics, Payload, Votes, kind_of
+from osfl.payload.kinds import (
+    Classifier,
+    FeatureStatistics,
+    Joint,
+    LatentStatistics,
+    Sent,
+    Votes,
+    kind_of,
+)
 from osfl.util.seeds import generator_of
 from server_app.defenses.image_counts import check_counts, stated_counts
 from server_app.methods.fedcgs import check_statistics
 
 ExpectedOf = Callable[[str], wire.Expected]
+# By this share of the largest one, rounding to 32 bits may lower a sum of squared latents
+ROUNDING = 1e-4
+
+
+def expected_payloads(config: RunConfig, job_id: str, kind_of: Callable[[str], str]) -> ExpectedOf:
+    """Return a function from client to the schema of its payload, by the client's kind.
+
+    Args:
+        kind_of: returns the kind of payload that a client has announced, in a mixed run.
+    """
+    by_kind = {kind: _expected_kind(config, job_id, kind) for kind in kinds_of(config)}
+    if not is_mixed(config):
+        return by_kind[config.method]
+
+    def expected(client: str) -> wire.Expected:
+        if (kind := kind_of(client)) not in by_kind:
+            raise wire.PayloadError(client, "kind", f"{kind!r} is not one of {', '.join(by_kind)}")
+        return by_kind[kind](client)
+
+    return expected
+
+
+def _expected_kind(config: RunConfig, job_id: str, kind: str) -> ExpectedOf:
+    """Return a function from client to the schema of a payload of this kind."""
+    by_method = {
+        method: expected_payload(part, job_id) for method, part in parts_of(config, kind).items()
+    }
+    if len(by_method) == 1:
+        return next(iter(by_method.values()))
+    return lambda client: wire.joint_expected(
+        kind, {method: expected(client) for method, expected in by_method.items()}
+    )
 
 
 def expected_payload(config: RunConfig, job_id: str) -> ExpectedOf:
-    """Return a function from client to the schema of its payload."""
+    """Return a function from client to the schema of its payload, which a method's clients send."""
     classes = class_names(config.data)
     settings = config.classifier
     architectures = {}
-    if METHODS[config.method].payload == "Classifier":
+    if METHODS[config.method].sends_classifier:
         for architecture in split_names(settings.architecture):
             state = meta_classifier(architecture, len(classes), settings.small_stem).state_dict()
             architectures[architecture] = {
@@ -59,52 +100,33 @@ def expected_tensors(config: RunConfig) -> wire.Tensors:
     return field_tensors(kind_of(payload), run_dimensions(config))
 
 
-def run_dimensions(config: RunConfig) -> dict[str, int]:
+def run_dimensions(config: RunConfig) -> Mapping[str, int]:
     """Return the run's sizes of the dimensions in `osfl.payload.fields.DIMENSIONS`.
 
-    L is absent for pooled conditions, M for Espresso without a mixture, and o if classes add no
-    offset to their domain's vector.
+    The kit, or the classifier whose features clients describe, has most of them; the method adds
+    its own, and takes away those that its payload does not have.
     """
-    if METHODS[config.method].features:
+    method = METHODS[config.method]
+    if method.features:
         settings = config.classifier
         model = meta_classifier(settings.architecture, 2, settings.small_stem)
-        width = remove_head(model)[1]
-        is_spherical = config.fedpft.covariance == "spherical"
-        return {"f": width, "K": config.fedpft.components, "v": 1 if is_spherical else width}
-    text, latent, image = shapes_of_kit(find_kit(config.sampling_kit))
-    length, width = text
-    channels, height, latent_width = latent
-    section = config.feddeo if config.method == "feddeo" else config.domain_vector
-    sizes = {
-        "L": length,
-        "d": width,
-        "c": channels,
-        "h": height,
-        "w": latent_width,
-        "2e": image,
-        "J": config.espresso.clusters,
-        "M": config.espresso.components,
-        "K + 1": config.feddisc.clusters + 1,
-        "p": 1 if section.tokens == "all" else length,
-        "o": 1,
-    }
-    if config.domain_vector.class_lr == 0:
-        del sizes["o"]
-    if config.method == "oscar-pooled":
-        del sizes["L"]
-    if not config.espresso.gmm:
-        del sizes["M"]
-    return sizes
+        return method.dimensions(config, {"f": remove_head(model)[1]})
+    (length, width), (channels, height, latent_width), image = shapes_of_kit(
+        find_kit(config.sampling_kit)
+    )
+    # A method's vectors are one for every token, unless it declares otherwise
+    sizes = {"L": length, "d": width, "p": length, "2e": image}
+    return method.dimensions(config, {**sizes, "c": channels, "h": height, "w": latent_width})
 
 
 @cache
 def shapes_of_kit(kit: str) -> tuple[tuple[int, int], tuple[int, int, int], int]:
-    """Return `osfl.kit.kits.kit_shapes` of a kit, cached."""
+    """Return `osfl.kit.shapes.kit_shapes` of a kit, cached."""
     return kit_shapes(kit)
 
 
 def check_stated_counts(
-    payload: Payload, client: str, config: RunConfig, declared: Mapping[str, int] | None = None
+    payload: Sent, client: str, config: RunConfig, declared: Mapping[str, int] | None = None
 ) -> None:
     """Check the image counts that a payload states by `image_counts.check_counts`.
 
@@ -117,7 +139,7 @@ def check_stated_counts(
         raise wire.PayloadError(client, "counts", str(error)) from None
 
 
-def check_plausible(payload: Payload, client: str, config: RunConfig) -> None:
+def check_plausible(payload: Sent, client: str, config: RunConfig) -> None:
     """Check that a payload's values are plausible together, not only one by one.
 
     A classifier's logits are finite, feature statistics can come from images, votes name existing
@@ -126,6 +148,10 @@ def check_plausible(payload: Payload, client: str, config: RunConfig) -> None:
     Raises:
         wire.PayloadError: one of these does not hold.
     """
+    if isinstance(payload, Joint):
+        for part in payload.parts.values():
+            check_plausible(part, client, config)
+        return
     check_stated_counts(payload, client, config)
     if isinstance(payload, Votes):
         candidates = len(config.votes.words)
@@ -135,6 +161,8 @@ def check_plausible(payload: Payload, client: str, config: RunConfig) -> None:
             )
     if isinstance(payload, FeatureStatistics):
         check_statistics(payload, client)
+    if isinstance(payload, LatentStatistics):
+        _check_latents(payload, client)
     if isinstance(payload, Classifier):
         classes = len(class_names(config.data))
         small_stem = config.classifier.small_stem
@@ -146,3 +174,23 @@ def check_plausible(payload: Payload, client: str, config: RunConfig) -> None:
         images = torch.cat([torch.zeros_like(noise[:1]), torch.full_like(noise[:1], 255), noise])
         if not torch.isfinite(compute_logits(model, images, torch.device("cpu"))).all():
             raise wire.PayloadError(client, "state", "its logits are not finite")
+
+
+def _check_latents(payload: LatentStatistics, client: str) -> None:
+    """Check that some latents can have a client's counts, sums and sums of squares.
+
+    By the Cauchy-Schwarz inequality n sum z^2 is at least (sum z)^2.
+
+    Raises:
+        wire.PayloadError: some latent's variance would be negative.
+    """
+    counts = payload.counts.double().view(-1, 1, 1, 1)
+    squared_sums = payload.sums.double().square()
+    squares = counts * payload.squares.double()
+    slack = ROUNDING * squares.abs().amax()
+    if bool((squares - squared_sums < -slack).any()):
+        raise wire.PayloadError(
+            client,
+            "squares",
+            "cannot come from latents: with these counts and sums some variance would be negative",
+        )

@@ -35,5 +35,5 @@ def store_with_head(
     replace_head(model, weight, bias)
     inputs = hashlib.sha256(weight.numpy().tobytes() + bias.numpy().tobytes()).hexdigest()
     record = {"seconds": watch.seconds, "images": images, "inputs": inputs}
-    job.folder.store_model(name, model.state_dict(), record)
+    job.folder.store_model(name, model.state_dict(), record, job.metadata(name, model))
     return {name: GlobalModel(model.eval(), settings.architecture, settings.small_stem)}

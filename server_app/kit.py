@@ -5,12 +5,14 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from osfl.config import ConfigError, RunConfig
+from osfl.config import ConfigError, RunConfig, parts_of
 from osfl.config.problems import DIGITS_KITS, digits_kit_problem
 from osfl.kit.check import check_kit
-from osfl.kit.kits import KitError, download_bytes, find_kit, is_hub_id, weights_digests
+from osfl.kit.folder import KitError
+from osfl.kit.kits import download_bytes, find_kit, is_hub_id, weights_digests
 from osfl.kit.run_check import check_models_outside_kit
 from osfl.kit.used_parts import (
+    client_kit_parts,
     digests_by_step,
     kit_parts,
     parts_by_step,
@@ -18,7 +20,7 @@ from osfl.kit.used_parts import (
     uncached_kit_bytes,
 )
 from osfl.methods import METHODS
-from osfl.payload.kinds import Classifier, Payload
+from osfl.payload.kinds import Classifier, Joint, Payload, Sent
 from osfl.run_folder.layout import RunFolder
 from osfl.run_folder.status import Status
 from osfl.util.files import CorruptFileError, read_json
@@ -58,7 +60,7 @@ def check_subject(config: RunConfig) -> None:
         return
     for kit, _ in parts_by_step(config).values():
         if not is_hub_id(kit) and _is_of_digits(Path(find_kit(kit))):
-            key = "feddisc.kit" if kit == config.feddisc.kit else "kit"
+            key = "kit" if kit == config.kit else config.sampling_kit_key
             raise KitError(digits_kit_problem(key, kit, config.data.name))
 
 
@@ -76,13 +78,20 @@ def _is_of_digits(folder: Path) -> bool:
 def check_sampling_kit(config: RunConfig) -> None:
     """Check the files, settings and headers of the parts that sample images, without loading them.
 
+    Of a zero-shot method, check its CLIP.
+
     Raises:
         KitError, FileNotFoundError: the kit does not exist, is of another kind, or is corrupt.
     """
-    if not METHODS[config.method].samples:
+    method = METHODS[config.method]
+    if method.zero_shot:
+        for kit, parts in parts_by_step(config).values():
+            check_kit(find_kit(kit), parts)
+        check_models_outside_kit(config, "server")
+    if not method.samples:
         return
     kit = find_kit(config.sampling_kit)
-    check_kit(kit, sampling_parts(config), image_condition=config.method == "feddisc")
+    check_kit(kit, sampling_parts(config), image_condition=method.image_conditions)
     check_models_outside_kit(config, "server")
 
 
@@ -99,7 +108,7 @@ def bind_job_to_kit(config: RunConfig, folder: RunFolder, status: Status) -> Non
     total = uncached_kit_bytes(config) // MB
     read = 0
     if total:
-        status.phase("reading the kit (MB)", total)
+        status.phase("reading the kit", total)
 
     def progress(count: int) -> None:
         nonlocal read
@@ -128,21 +137,34 @@ def client_kit_digests(config: RunConfig) -> dict[str, str]:
     # check_server raises this error if the method needs the kit
     with suppress(FileNotFoundError, KitError):
         kit = find_kit(config.sampling_kit)
-        return weights_digests(kit, kit_parts(config, kit))
+        return weights_digests(kit, client_kit_parts(config, kit))
     return {}
 
 
-def client_download_bytes(config: RunConfig, payload: Payload | None) -> int | None:
+def client_download_bytes(config: RunConfig, payload: Sent | None, kind: str = "") -> int | None:
     """Return the bytes of the kit that a client must download before it can begin.
 
     None if a part is configured separately from the kit, so its size is unknown.
 
     Args:
         payload: the client's, if it sent one; a classifier's architecture decides.
+        kind: of the payload, in a mixed run.
     """
+    files: dict[str, None] = {}
+    for method, run in parts_of(config, kind or config.method).items():
+        part = payload.parts[method] if isinstance(payload, Joint) else payload
+        parts = _downloaded_parts(run, part)
+        if parts is None:
+            return None
+        files.update(dict.fromkeys(parts))
+    # A kit without needed parts may be missing
+    return download_bytes(find_kit(config.sampling_kit), files) if files else 0
+
+
+def _downloaded_parts(config: RunConfig, payload: Payload | None) -> tuple[str, ...] | None:
+    """Return the parts of the kit that a method's client downloads; None if some are elsewhere."""
     method = METHODS[config.method]
-    trains_classifier = method.payload == "Classifier" or method.features
-    if trains_classifier and config.classifier.init not in ("kit", "none"):
+    if method.loads_initial_weights and config.classifier.init not in ("kit", "none"):
         return None
     # The client needs the initial weights of its own architecture only
     if isinstance(payload, Classifier):
@@ -152,8 +174,4 @@ def client_download_bytes(config: RunConfig, payload: Payload | None) -> int | N
     parts = kit_parts(config)
     if set(method.client_parts) - set(parts):
         return None
-    # A kit without needed parts may be missing
-    if not parts:
-        return 0
-    kit = find_kit(config.sampling_kit)
-    return download_bytes(kit, kit_parts(config, kit))
+    return kit_parts(config, find_kit(config.sampling_kit)) if parts else ()

@@ -1,6 +1,7 @@
 """Training of the global model on synthetic images, with or without the clients as teachers."""
 
 import hashlib
+import time
 from collections.abc import Callable, Mapping
 
 import torch
@@ -9,11 +10,15 @@ from torch.nn import functional as F
 
 from osfl.models import classifiers
 from osfl.models.classifiers import compute_logits
-from osfl.models.training import fit
+from osfl.models.training import Distillation, ExtraLoss, fit
 from osfl.payload.wire import PayloadError
+from osfl.run_folder.layout import RunFolder
 from osfl.util.costs import Stopwatch
 from osfl.util.pixels import Pixels
 from server_app.context import GlobalModel, ServerJob
+
+# Time between two stores of a training's curve
+CURVE_SECONDS = 5.0
 
 
 def train_global(
@@ -23,6 +28,7 @@ def train_global(
     labels: torch.Tensor,
     teacher: torch.Tensor | None = None,
     distillation_weight: float = 0.0,
+    distillations: tuple[Distillation, ...] = (),
 ) -> GlobalModel:
     """Train a global model, or load the stored one if it was trained on the same images.
 
@@ -32,21 +38,57 @@ def train_global(
         labels: [N].
         teacher: soft targets of `fit`, [N, C] probabilities.
         distillation_weight: weight of the soft targets in `fit`.
+        distillations: further soft targets.
     """
     settings = job.config.global_model
-    inputs = digest_of(pixels, labels, teacher)
+    start = job.folder.previous_model(name)
+    soft_labels = [term.teacher for term in distillations]
+    inputs = digest_of(pixels, labels, teacher, *soft_labels)
+    inputs += f" from {start[1]}" if start else ""
     job.status.phase(f"training {name}")
     if state := job.folder.stored_model(name, inputs):
         model = _initial_model(job)
         model.load_state_dict(state)
     else:
         watch = Stopwatch()
+        curve = LossCurve(job.folder, name)
         model = train_model(
-            job, pixels, labels, teacher, distillation_weight, progress=job.status.advance
+            job,
+            pixels,
+            labels,
+            teacher,
+            distillation_weight,
+            distillations,
+            start=start[0] if start else None,
+            progress=job.status.advance,
+            record=curve.add,
         )
+        curve.store()
         record = {"seconds": watch.seconds, "images": len(labels), "inputs": inputs}
-        job.folder.store_model(name, model.cpu().state_dict(), record)
+        metadata = job.metadata(name, model)
+        job.folder.store_model(name, model.cpu().state_dict(), record, metadata)
     return GlobalModel(model.eval(), settings.architecture, settings.small_stem)
+
+
+class LossCurve:
+    """The loss of each step of a training, stored in the run's folder while it goes on."""
+
+    def __init__(self, folder: RunFolder, name: str):
+        self._folder = folder
+        self._name = name
+        self._losses: list[float] = []
+        self._stored = time.monotonic()
+
+    def add(self, loss: float) -> None:
+        """Add the next step's loss."""
+        self._losses.append(loss)
+        if time.monotonic() - self._stored > CURVE_SECONDS:
+            self.store()
+
+    def store(self) -> None:
+        """Store the curve."""
+        self._stored = time.monotonic()
+        self._folder.store_curve(self._name, self._losses)
 
 
 def train_model(
@@ -55,11 +97,21 @@ def train_model(
     labels: torch.Tensor,
     teacher: torch.Tensor | None = None,
     distillation_weight: float = 0.0,
+    distillations: tuple[Distillation, ...] = (),
     *,
+    start: Mapping[str, torch.Tensor] | None = None,
     progress: Callable[[int, int], None],
+    record: Callable[[float], None] = lambda loss: None,
 ) -> nn.Module:
-    """Train a model as the global model is trained, without storing it. See `train_global`."""
+    """Train a model as the global model is trained, without storing it. See `train_global`.
+
+    Args:
+        start: the weights of an earlier model that the training starts from; None: the initial
+            weights.
+    """
     model = _initial_model(job)
+    if start is not None:
+        model.load_state_dict(start)
     fit(
         model,
         pixels,
@@ -67,9 +119,9 @@ def train_model(
         job.config.global_model,
         job.config.seed,
         job.device,
-        teacher=teacher,
-        distillation_weight=distillation_weight,
+        extra=ExtraLoss(teacher, distillation_weight, distillations=distillations),
         progress=progress,
+        record=record,
     )
     return model
 

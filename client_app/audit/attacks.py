@@ -18,9 +18,18 @@ from client_app.context import ClientJob
 from client_app.learning.conditions import posteriors
 from client_app.methods import votes
 from osfl.data.load import Images
+from osfl.kit.kits import kit_image_size
 from osfl.models.classifiers import compute_logits, rebuild_classifier
 from osfl.models.concepts import encode_concept_prompt
-from osfl.models.diffusion import Kit, forward_noise, load_embedding_noise, load_kit
+from osfl.models.conditioning import Conditioning
+from osfl.models.diffusion import (
+    Autoencoder,
+    Kit,
+    forward_noise,
+    load_embedding_noise,
+    load_kit,
+    load_kit_autoencoder,
+)
 from osfl.models.encoders import load_captioner, load_image_encoder
 from osfl.payload.kinds import (
     Captions,
@@ -32,6 +41,8 @@ from osfl.payload.kinds import (
     Embeddings,
     FeatureMixtures,
     FeatureStatistics,
+    LatentMixture,
+    LatentStatistics,
     Mixtures,
     Payload,
     Votes,
@@ -68,7 +79,7 @@ def attack(job: ClientJob, payload: Payload) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def denoising_errors(
-    kit: Kit, latents: torch.Tensor, conditions: torch.Tensor, job: ClientJob
+    kit: Kit, latents: torch.Tensor, conditions: Conditioning, job: ClientJob
 ) -> torch.Tensor:
     """Return the mean over timesteps of |eps - e(z_t, t, c)|^2 / dim, [N], on the CPU.
 
@@ -76,7 +87,7 @@ def denoising_errors(
 
     Args:
         latents: [N, c, h, w].
-        conditions: of each image, [N, L, d].
+        conditions: of each image, N rows.
     """
     generator = generator_of(job.config.seed, "audit", "noise")
     timesteps = len(kit.alphas_cumprod)
@@ -95,7 +106,7 @@ def denoising_errors(
 
 
 def _gain(
-    job: ClientJob, conditions_of: Callable[[Kit, torch.Tensor, torch.Tensor], list[torch.Tensor]]
+    job: ClientJob, conditions_of: Callable[[Kit, torch.Tensor, Conditioning], list[Conditioning]]
 ) -> torch.Tensor:
     """Return how much the payload's condition lowers the denoising error of the class prompt, [N].
 
@@ -113,9 +124,11 @@ def _gain(
 def _descriptions(job: ClientJob, payload: Payload) -> dict[str, torch.Tensor]:
     vectors = cast(Descriptions, payload).vectors
 
-    def conditions(kit: Kit, labels: torch.Tensor, prompts: torch.Tensor) -> list[torch.Tensor]:
-        descriptions = vectors[payload_rows(job, payload, labels)].to(kit.device)
-        return [descriptions + prompts if job.config.feddeo.tokens == "all" else descriptions]
+    def conditions(kit: Kit, labels: torch.Tensor, prompts: Conditioning) -> list[Conditioning]:
+        states = vectors[payload_rows(job, payload, labels)].to(kit.device)
+        if job.config.feddeo.tokens == "all":
+            states = states + prompts.states
+        return [prompts.with_states(states)]
 
     return {"descriptions": _gain(job, conditions)}
 
@@ -123,11 +136,11 @@ def _descriptions(job: ClientJob, payload: Payload) -> dict[str, torch.Tensor]:
 def _domain_vector(job: ClientJob, payload: Payload) -> dict[str, torch.Tensor]:
     sent = cast(DomainVector, payload)
 
-    def conditions(kit: Kit, labels: torch.Tensor, prompts: torch.Tensor) -> list[torch.Tensor]:
-        shifted = prompts + sent.domain.to(kit.device)
+    def conditions(kit: Kit, labels: torch.Tensor, prompts: Conditioning) -> list[Conditioning]:
+        shifted = prompts.states + sent.domain.to(kit.device)
         if sent.offsets is not None:
             shifted = shifted + sent.offsets[payload_rows(job, payload, labels), 0].to(kit.device)
-        return [shifted]
+        return [prompts.with_states(shifted)]
 
     return {"vector": _gain(job, conditions)}
 
@@ -135,41 +148,81 @@ def _domain_vector(job: ClientJob, payload: Payload) -> dict[str, torch.Tensor]:
 def _mixtures(job: ClientJob, payload: Payload) -> dict[str, torch.Tensor]:
     sent = cast(Mixtures, payload)
 
-    def conditions(kit: Kit, labels: torch.Tensor, prompts: torch.Tensor) -> list[torch.Tensor]:
+    def conditions(kit: Kit, labels: torch.Tensor, prompts: Conditioning) -> list[Conditioning]:
         rows = payload_rows(job, payload, labels)
         first = sent.conditions[rows, 0]
         candidates = []
         for cluster in range(sent.weights.shape[1]):
             is_present = (sent.weights[rows, cluster] > 0).view(-1, 1, 1)
             # The padding of an absent cluster must not win
-            candidates.append(torch.where(is_present, sent.conditions[rows, cluster], first))
+            states = torch.where(is_present, sent.conditions[rows, cluster], first)
+            candidates.append(prompts.with_states(states.to(kit.device)))
         return candidates
 
     scores = {"conditions": _gain(job, conditions)}
     if sent.component_weights is not None:
-        kit = load_kit(job.kit, job.device)
-        images = job.load(kit.image_size)
-        kit.scheduler.set_timesteps(job.config.synthesis.steps)
-        a_first = kit.alphas_cumprod[int(kit.scheduler.timesteps[0])].cpu()
-        scores["latents"] = _latent_likelihood(job, sent, kit, images, a_first)
-        is_present = sent.component_weights > 0
-        # The components model sqrt(a) x_0
-        means = cast(torch.Tensor, sent.component_means)[is_present] / a_first.sqrt()
-        owners = is_present.nonzero()[:, 0]
-        scores[RECONSTRUCTIONS] = _reconstruction_psnr(kit, images, means, owners, job, sent)
+        means = cast(torch.Tensor, sent.component_means)
+        variances = cast(torch.Tensor, sent.component_variances)
+        mixtures = (sent.component_weights, means, variances)
+        scores |= _component_scores(job, mixtures, partial(payload_rows, job, sent))
     return scores
 
 
-def _latent_likelihood(
-    job: ClientJob, sent: Mixtures, kit: Kit, images: Images, a_first: torch.Tensor
-) -> torch.Tensor:
-    latents, _ = posteriors(kit, images, job)
-    x = a_first.sqrt() * latents.float().cpu()
+def _latent_mixture(job: ClientJob, payload: Payload) -> dict[str, torch.Tensor]:
+    sent = cast(LatentMixture, payload)
+    # The images of all classes share one mixture
+    mixtures = (sent.weights[None], sent.means[None], sent.variances[None])
+    return _component_scores(job, mixtures, torch.zeros_like)
+
+
+def _latent_statistics(job: ClientJob, payload: Payload) -> dict[str, torch.Tensor]:
+    sent = cast(LatentStatistics, payload)
+    autoencoder = load_kit_autoencoder(job.kit, job.device)
+    images = job.load(kit_image_size(job.kit))
+    latents = posteriors(autoencoder, images, job)[0].float().cpu()
+    counts = sent.counts.view(-1, 1, 1, 1)
+    means = sent.sums / counts
+    variances = (sent.squares / counts - means.square()).clamp_min(0)
     rows = payload_rows(job, sent, images.labels)
-    weights = cast(torch.Tensor, sent.component_weights)[rows]
-    means = cast(torch.Tensor, sent.component_means)[rows].flatten(2)
-    variances = cast(torch.Tensor, sent.component_variances)[rows].flatten(2)
-    return mixture_log_likelihood(x.flatten(1), weights, means, variances)
+    likelihoods = mixture_log_likelihood(
+        latents.flatten(1),
+        torch.ones(len(rows), 1),
+        means[rows].flatten(1)[:, None],
+        variances[rows].flatten(1)[:, None],
+    )
+    owners = torch.arange(len(means))
+    psnr = _reconstruction_psnr(autoencoder, images, means, owners, rows, job)
+    return {"latents": likelihoods, RECONSTRUCTIONS: psnr}
+
+
+def _component_scores(
+    job: ClientJob,
+    mixtures: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    rows_of: Callable[[torch.Tensor], torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    """Score images by the mixtures of noisy latents: their likelihood, and the decoded means.
+
+    Args:
+        mixtures: weights [R, M], means and variances [R, M, c, h, w].
+        rows_of: returns the row of each label's mixture.
+    """
+    weights, means, variances = mixtures
+    kit = load_kit(job.kit, job.device)
+    images = job.load(kit.image_size)
+    kit.scheduler.set_timesteps(job.config.synthesis.steps)
+    a_first = kit.alphas_cumprod[int(kit.scheduler.timesteps[0])].cpu()
+    latents, _ = posteriors(kit, images, job)
+    # The components model sqrt(a) x_0
+    x = a_first.sqrt() * latents.float().cpu()
+    rows = rows_of(images.labels)
+    likelihoods = mixture_log_likelihood(
+        x.flatten(1), weights[rows], means[rows].flatten(2), variances[rows].flatten(2)
+    )
+    is_present = weights > 0
+    clean_means = means[is_present] / a_first.sqrt()
+    owners = is_present.nonzero()[:, 0]
+    psnr = _reconstruction_psnr(kit, images, clean_means, owners, rows, job)
+    return {"latents": likelihoods, RECONSTRUCTIONS: psnr}
 
 
 def mixture_log_likelihood(
@@ -192,7 +245,7 @@ def mixture_log_likelihood(
 def _concepts(job: ClientJob, payload: Payload) -> dict[str, torch.Tensor]:
     sent = cast(Concepts, payload)
 
-    def conditions(kit: Kit, labels: torch.Tensor, prompts: torch.Tensor) -> list[torch.Tensor]:
+    def conditions(kit: Kit, labels: torch.Tensor, prompts: Conditioning) -> list[Conditioning]:
         rows = payload_rows(job, payload, labels)
         prompt = encode_concept_prompt(kit.text)
         return [prompt.filled(sent.domain.to(kit.device), sent.vectors[rows].to(kit.device))]
@@ -201,29 +254,31 @@ def _concepts(job: ClientJob, payload: Payload) -> dict[str, torch.Tensor]:
     images = job.load(kit.image_size)
     latents, _ = posteriors(kit, images, job)
     distances = torch.cdist(latents.float().cpu().flatten(1), sent.means.flatten(1))
+    rows = payload_rows(job, sent, images.labels)
     class_labels = [job.classes.index(name) for name in sent.classes]
     owners = torch.tensor([class_labels.index(label) for label in sent.labels.tolist()])
     return {
         "words": _gain(job, conditions),
         "latents": -distances.amin(dim=1),
-        RECONSTRUCTIONS: _reconstruction_psnr(kit, images, sent.means, owners, job, sent),
+        RECONSTRUCTIONS: _reconstruction_psnr(kit, images, sent.means, owners, rows, job),
     }
 
 
 @torch.no_grad()
 def _reconstruction_psnr(
-    kit: Kit,
+    kit: Kit | Autoencoder,
     images: Images,
     latents: torch.Tensor,
     owners: torch.Tensor,
+    rows: torch.Tensor,
     job: ClientJob,
-    payload: Payload,
 ) -> torch.Tensor:
-    """Return each image's PSNR in dB to the closest decoded latent of its class, [N].
+    """Return each image's PSNR in dB to the closest decoded latent of its row, [N].
 
     Args:
         latents: [M, c, h, w].
-        owners: the payload row of each latent's class, [M].
+        owners: the payload's row of each latent, [M].
+        rows: the payload's row of each image, [N].
     """
     decoded = []
     for part in latents.split(BATCH):
@@ -232,7 +287,7 @@ def _reconstruction_psnr(
         decoded.append(pictures.clamp(-1, 1).float().cpu())
     reconstructions = torch.cat(decoded).flatten(1)
     psnr = []
-    for x, row in zip(images.batches(1), payload_rows(job, payload, images.labels), strict=True):
+    for x, row in zip(images.batches(1), rows, strict=True):
         errors = (reconstructions[owners == row] - x.flatten(1)).square().mean(dim=1)
         # For values in [-1, 1]: 10 log10(2^2 / MSE)
         psnr.append(10 * (4 / errors.amin().clamp_min(1e-12)).log10())
@@ -255,7 +310,7 @@ def _embeddings(job: ClientJob, payload: Payload) -> dict[str, torch.Tensor]:
 
 
 def _feature_statistics(job: ClientJob, payload: Payload) -> dict[str, torch.Tensor]:
-    features, _ = features_and_labels(job)
+    features, _ = features_and_labels(job, job.config.fedcgs.projection)
     return {"moments": -leverage(features, cast(FeatureStatistics, payload).moments.double())}
 
 
@@ -272,7 +327,8 @@ def leverage(features: torch.Tensor, moments: torch.Tensor) -> torch.Tensor:
     # Far above float32 rounding, far below the features' own variance
     ridge = 1e-4 * moments.diagonal().mean()
     solved = torch.linalg.solve(moments + ridge * torch.eye(len(moments)), features.T)
-    return (features * solved.T).sum(dim=1)
+    distances: torch.Tensor = (features * solved.T).sum(dim=1)
+    return distances
 
 
 def _feature_mixtures(job: ClientJob, payload: Payload) -> dict[str, torch.Tensor]:
@@ -332,6 +388,8 @@ ATTACKS: dict[type, Attack] = {
     Descriptions: _descriptions,
     DomainVector: _domain_vector,
     Mixtures: _mixtures,
+    LatentMixture: _latent_mixture,
+    LatentStatistics: _latent_statistics,
     Concepts: _concepts,
     Embeddings: _embeddings,
     FeatureStatistics: _feature_statistics,

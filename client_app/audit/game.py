@@ -14,7 +14,8 @@ import torch
 from client_app.audit.attacks import attack
 from client_app.audit.linear import linear_attack
 from client_app.context import ClientJob
-from osfl.data.load import Fit, Images
+from osfl.data.load import Images
+from osfl.data.pictures import Fit
 from osfl.methods import client_module
 from osfl.payload.kinds import Payload
 from osfl.util.pixels import LazyPixels, Pixels, concatenate
@@ -25,9 +26,9 @@ class Pairs:
     """Pairs of a training image and a test image.
 
     Attributes:
-        ours: [P], rows of the training images.
+        members: [P], rows of the training images.
         others: [P], rows of the test images.
-        swapped: [P] bool, the canary bits; whether the test image replaces the training image in
+        canary_bits: [P] bool; whether the test image replaces the training image in
             the payload.
     """
 

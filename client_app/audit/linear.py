@@ -24,11 +24,12 @@ import torch
 
 from client_app.context import ClientJob
 from client_app.learning.conditions import image_digests, learn_condition_per_image, posteriors
-from client_app.learning.features import width_and_features
+from client_app.learning.features import project, width_and_features
 from client_app.methods import domain_vector, oscar
 from client_app.privacy.mechanisms import clip_rows, mean_distance, mean_over_tokens
+from osfl.kit.kits import kit_image_size
 from osfl.models.classifiers import ClassifierError, linear_head, new_classifier, rebuild_classifier
-from osfl.models.diffusion import load_embedding_noise, load_kit
+from osfl.models.diffusion import load_embedding_noise, load_kit, load_kit_autoencoder
 from osfl.models.encoders import load_captioner, load_image_encoder, load_text_encoder
 from osfl.payload.kinds import (
     Classifier,
@@ -38,6 +39,7 @@ from osfl.payload.kinds import (
     Encodings,
     FeatureMixtures,
     FeatureStatistics,
+    LatentStatistics,
     Payload,
 )
 
@@ -141,7 +143,8 @@ def ridge(rows: torch.Tensor, sums: torch.Tensor, unit: bool = True) -> torch.Te
     free = rows.shape[1] - len(s)
     logs = len(sums) * (variances.log().sum(dim=1) + free * noise[:, 0].log())
     cost = logs + (squares if unit else sums.numel() * squares.clamp_min(1e-300).log())
-    return u @ (s * projected / variances[cost.argmin()]).T
+    estimates: torch.Tensor = u @ (s * projected / variances[cost.argmin()]).T
+    return estimates
 
 
 def payload_rows(job: ClientJob, payload: Payload, labels: torch.Tensor) -> torch.Tensor:
@@ -167,13 +170,13 @@ def _descriptions(job: ClientJob, payload: Payload) -> Means | None:
     settings = job.config.feddeo
     names = image_digests(images)
     learned = learn_condition_per_image(kit, start, mean, logvar, names, settings, job)
-    rows = (learned - start).cpu().double()
+    rows = (learned - start.states).cpu().double()
     sent = cast(Descriptions, payload).vectors.double()
-    limit = job.config.clip_norm * mean_distance(all_prompts)
+    limit = job.config.clip_norm * mean_distance(all_prompts.states)
     if settings.tokens == "all":
         rows, limit = mean_over_tokens(rows, limit)
     else:
-        sent = sent - _prompts_of(payload, all_prompts.cpu().double(), job)
+        sent = sent - _prompts_of(payload, all_prompts.states.cpu().double(), job)
     groups = payload_rows(job, payload, images.labels)
     return Means(sent.flatten(1), _limited(rows, limit, job), groups)
 
@@ -185,7 +188,8 @@ def _domain_vector(job: ClientJob, payload: Payload) -> Means | None:
     images = job.load(kit.image_size)
     mean, logvar = posteriors(kit, images, job)
     rows = domain_vector.vector_per_image(kit, images, mean, logvar, job).double()
-    limit = job.config.clip_norm * mean_distance(kit.text(job.config.prompts(job.classes)).cpu())
+    prompts = kit.text.states(job.config.prompts(job.classes)).cpu()
+    limit = job.config.clip_norm * mean_distance(prompts)
     if job.config.domain_vector.tokens == "all":
         rows, limit = mean_over_tokens(rows, limit)
     sent = cast(DomainVector, payload).domain.double().flatten().unsqueeze(0)
@@ -196,13 +200,15 @@ def _encodings(job: ClientJob, payload: Payload) -> Means:
     captioner = load_captioner(job.config.captioner or job.kit, job.device)
     text = load_text_encoder(job.kit, job.device, torch.float32)
     images = job.load(captioner.fit)
-    encode = text.pooled if job.config.method == "oscar-pooled" else text
+    vectors = cast(Encodings, payload).vectors
+    # A pooled encoding has no axis of tokens
+    encode = text.pooled if vectors.ndim == 2 else text.states
     captions: list[str] = []
     for numbers in torch.arange(len(images)).split(BATCH):
         captions += captioner(images.pixels[numbers], job.meter)
     prompts = encode(job.config.prompts(job.classes)).cpu().double()
     rows = _encoded(encode, captions, job) - prompts[images.labels]
-    sent = cast(Encodings, payload).vectors.double() - _prompts_of(payload, prompts, job)
+    sent = vectors.double() - _prompts_of(payload, prompts, job)
     limit = job.config.clip_norm * mean_distance(prompts)
     groups = payload_rows(job, payload, images.labels)
     return Means(sent.flatten(1), _limited(rows, limit, job), groups)
@@ -241,16 +247,20 @@ def _embeddings(job: ClientJob, payload: Payload) -> Means:
     return Means(means, rows, payload_rows(job, payload, images.labels))
 
 
-def features_and_labels(job: ClientJob) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return features [N, D] of a frozen network, and labels [N]."""
+def features_and_labels(job: ClientJob, projection: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return features [N, D] of a frozen network, and labels [N].
+
+    Args:
+        projection: D of projected features; 0: no projection.
+    """
     images = job.load(job.config.data.image_size)
-    _, batches = width_and_features(job, images)
+    _, batches = project(job, projection, *width_and_features(job, images))
     return torch.cat([batch for _, batch in batches]), images.labels
 
 
 def _feature_statistics(job: ClientJob, payload: Payload) -> Means:
     sent = cast(FeatureStatistics, payload)
-    features, labels = features_and_labels(job)
+    features, labels = features_and_labels(job, job.config.fedcgs.projection)
     means = sent.sums.double() / sent.counts.unsqueeze(1)
     return Means(means, features, payload_rows(job, payload, labels))
 
@@ -262,6 +272,16 @@ def _feature_mixtures(job: ClientJob, payload: Payload) -> Means:
     means = (sent.weights.double().unsqueeze(2) * sent.means.double()).sum(dim=1)
     limit = job.config.clip_norm * features.shape[1] ** 0.5
     return Means(means, _limited(features, limit, job), payload_rows(job, payload, labels))
+
+
+def _latent_statistics(job: ClientJob, payload: Payload) -> Means:
+    sent = cast(LatentStatistics, payload)
+    images = job.load(kit_image_size(job.kit))
+    latents, _ = posteriors(load_kit_autoencoder(job.kit, job.device), images, job)
+    rows = latents.double().cpu().flatten(1)
+    means = (sent.sums.double() / sent.counts.view(-1, 1, 1, 1)).flatten(1)
+    limit = job.config.clip_norm * rows.shape[1] ** 0.5
+    return Means(means, _limited(rows, limit, job), payload_rows(job, payload, images.labels))
 
 
 def _update(job: ClientJob, payload: Classifier) -> torch.Tensor | None:
@@ -298,4 +318,5 @@ CONTRIBUTIONS: dict[type, Callable[[ClientJob, Payload], Means | None]] = {
     Embeddings: _embeddings,
     FeatureStatistics: _feature_statistics,
     FeatureMixtures: _feature_mixtures,
+    LatentStatistics: _latent_statistics,
 }

@@ -58,7 +58,8 @@ def area_under_curve(members: np.ndarray, others: np.ndarray, axis: int = -1) ->
     ranks = stats.rankdata(np.concatenate([members, others], axis=axis), axis=axis)
     count = members.shape[axis]
     member_ranks = ranks.take(range(count), axis=axis).sum(axis=axis)
-    return (member_ranks - count * (count + 1) / 2) / (count * others.shape[axis])
+    areas: np.ndarray = (member_ranks - count * (count + 1) / 2) / (count * others.shape[axis])
+    return areas
 
 
 def true_positives(

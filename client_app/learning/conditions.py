@@ -14,7 +14,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from client_app.context import ClientJob
 from osfl.config import ConditionTraining
 from osfl.data.load import Images
-from osfl.models.diffusion import Kit, forward_noise, load_kit
+from osfl.models.conditioning import Conditioning
+from osfl.models.diffusion import Autoencoder, Kit, forward_noise, load_kit
 from osfl.util.costs import FlopMeter
 from osfl.util.minibatches import minibatches
 from osfl.util.seeds import generator_of
@@ -26,7 +27,9 @@ def load_kit_for_training(job: ClientJob) -> Kit:
     return kit.with_checkpointing() if job.saves_memory else kit
 
 
-def posteriors(kit: Kit, images: Images, job: ClientJob) -> tuple[torch.Tensor, torch.Tensor]:
+def posteriors(
+    kit: Kit | Autoencoder, images: Images, job: ClientJob
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return mean and log-variance of every image's latent posterior E(x), each [N, c, h, w]."""
     encoded = []
     for x in job.batched(images.batches(8), len(images), "encoding image"):
@@ -37,7 +40,7 @@ def posteriors(kit: Kit, images: Images, job: ClientJob) -> tuple[torch.Tensor, 
 
 def train_conditions(
     kit: Kit,
-    start: torch.Tensor,
+    start: Conditioning,
     mean: torch.Tensor,
     logvar: torch.Tensor,
     rows_of: list[torch.Tensor],
@@ -45,22 +48,24 @@ def train_conditions(
     settings: ConditionTraining,
     job: ClientJob,
     may_diverge: bool = False,
-    base: torch.Tensor | None = None,
+    as_offsets: bool = False,
 ) -> torch.Tensor:
     """Minimize the denoising loss over each condition's own images.
 
-    `settings.at_once` conditions share a UNet batch and nothing else.
+    `settings.conditions_per_batch` conditions share a UNet batch and nothing else. Only hidden
+    states are trained; a pooled vector stays the prompt's.
 
     Args:
-        start: initial values of the trained vectors, [G, L, d], or [G, 1, d] shared by all tokens.
+        start: initial conditions, G rows, those of prompts.
         mean, logvar: posterior of every image's latents, [N, c, h, w].
         rows_of: the images of each condition, G index tensors.
         names: of the conditions. Each name seeds its own random stream.
         may_diverge: whether to return conditions that became NaN or infinite instead of raising.
-        base: added to each trained vector to give the condition, [G, L, d]; None adds nothing.
+        as_offsets: whether to train one vector per condition, which is added to each token of
+            `start`, instead of the states.
 
     Returns:
-        the trained vectors, shaped as `start`.
+        the trained states [G, L, d], or offsets [G, 1, d].
 
     Raises:
         ValueError: a condition diverged, and `may_diverge` is False.
@@ -68,13 +73,12 @@ def train_conditions(
     generators = [
         generator_of(job.config.seed, job.config.method, job.client, name) for name in names
     ]
-    firsts = range(0, len(start), settings.at_once)
+    firsts = range(0, len(start), settings.conditions_per_batch)
     learned = []
     for number, first in enumerate(firsts):
-        part = slice(first, first + settings.at_once)
+        part = slice(first, first + settings.conditions_per_batch)
         schedules = _schedules(rows_of[part], generators[part], settings)
-        group_base = None if base is None else base[part]
-        group = _Group(start[part], schedules, generators[part], group_base)
+        group = _Group(start[part], schedules, generators[part], as_offsets)
 
         def advance(done: int, total: int, number: int = number) -> None:
             job.progress(number * total + done, len(firsts) * total)
@@ -105,7 +109,7 @@ def _check_finite(tensors: Sequence[torch.Tensor], method: str, lr: float) -> No
 
 def learn_condition_per_image(
     kit: Kit,
-    start: torch.Tensor,
+    start: Conditioning,
     mean: torch.Tensor,
     logvar: torch.Tensor,
     names: list[str],
@@ -119,7 +123,7 @@ def learn_condition_per_image(
     `settings.epochs` times; `settings.steps` and `batch_size` are ignored.
 
     Args:
-        start: initial conditions, [N, L, d].
+        start: initial conditions, N rows.
         mean, logvar: posterior of every image's latents, [N, c, h, w].
         names: of the images, by their pixels (`image_digests`).
     """
@@ -133,7 +137,7 @@ def learn_condition_per_image(
 
 def per_image_steps(count: int, settings: ConditionTraining) -> int:
     """Return the number of training steps of `count` images that each learn a condition."""
-    groups = -(-count // settings.at_once)
+    groups = -(-count // settings.conditions_per_batch)
     return groups * settings.epochs
 
 
@@ -150,21 +154,27 @@ class _Group:
     """Conditions that are learned in parallel.
 
     Attributes:
-        start: [G, L, d], or [G, 1, d].
+        start: initial conditions, G rows.
         schedules: each condition's minibatches of rows.
         generators: each condition's own, so that the composition of the group changes nothing.
-        base: [G, L, d], added to each condition; None adds nothing.
+        as_offsets: whether vectors [1, d] are learned that are added to every token.
     """
 
-    start: torch.Tensor
+    start: Conditioning
     schedules: list[list[torch.Tensor]]
     generators: list[torch.Generator]
-    base: torch.Tensor | None = None
+    as_offsets: bool = False
 
-    def conditions(self, learned: list[torch.Tensor], owners: list[int]) -> torch.Tensor:
-        """Stack the conditions of a batch's images, [B, L, d]."""
+    def initial_vectors(self) -> torch.Tensor:
+        """Return [G, L, d], or zeros [G, 1, d]."""
+        states = self.start.states
+        return torch.zeros_like(states[:, :1]) if self.as_offsets else states
+
+    def conditions(self, learned: list[torch.Tensor], owners: list[int]) -> Conditioning:
+        """Return the conditions of a batch's images, B rows."""
         vectors = torch.stack([learned[number] for number in owners])
-        return vectors if self.base is None else self.base[owners] + vectors
+        prompts = self.start[owners]
+        return prompts.with_states(prompts.states + vectors if self.as_offsets else vectors)
 
 
 @dataclass(frozen=True)
@@ -196,9 +206,9 @@ def _learn_together(
     meter: FlopMeter,
     advance: Callable[[int, int], None],
 ) -> torch.Tensor:
-    """Train a group's vectors; the result is shaped as its start."""
+    """Train a group's vectors; the result is shaped as its initial ones."""
     # One tensor per condition, so that Adam skips a condition whose schedule has ended
-    learned = [c.clone().requires_grad_() for c in group.start]
+    learned = [vector.clone().requires_grad_() for vector in group.initial_vectors()]
     optimizer = torch.optim.Adam(learned, lr=lr)
     total = max(map(len, group.schedules))
     advance(0, total)
@@ -263,7 +273,7 @@ def _update(
 def train_shared_vectors(
     kit: Kit,
     learned: list[torch.Tensor],
-    condition_of: Callable[[torch.Tensor], torch.Tensor],
+    condition_of: Callable[[torch.Tensor], Conditioning],
     mean: torch.Tensor,
     logvar: torch.Tensor,
     optimizer: torch.optim.Optimizer,
@@ -276,7 +286,7 @@ def train_shared_vectors(
 
     Args:
         learned: the tensors that `optimizer` updates.
-        condition_of: maps images' rows [B] to their conditions [B, L, d], computed from `learned`.
+        condition_of: maps images' rows [B] to their conditions, computed from `learned`.
         mean, logvar: posterior of every image's latents, [N, c, h, w].
         schedule: the rows of each step.
 

@@ -8,6 +8,7 @@ import torch
 from client_app.context import ClientJob
 from osfl.data.load import Images
 from osfl.models.classifiers import new_classifier, normalize, remove_head
+from osfl.models.projection import random_projection
 from osfl.util.pixels import to_float
 
 BATCH = 64
@@ -29,6 +30,21 @@ def width_and_features(
     model = new_classifier(settings, len(job.classes), job.kit, job.config.seed, "classifier.init")
     backbone, width = remove_head(model.to(job.device).eval())
     return width, _batches(job, images, backbone)
+
+
+def project(
+    job: ClientJob, size: int, width: int, batches: Iterator[tuple[torch.Tensor, torch.Tensor]]
+) -> tuple[int, Iterator[tuple[torch.Tensor, torch.Tensor]]]:
+    """Project batches of features by the run's public random projection.
+
+    Args:
+        size: of the projected features; 0: no projection.
+        width, batches: as `width_and_features` returns them.
+    """
+    if not size:
+        return width, batches
+    projection = random_projection(width, size, job.config.seed)
+    return size, ((rows, features @ projection.T) for rows, features in batches)
 
 
 def _batches(

@@ -17,7 +17,7 @@ from torch import nn
 from client_app.context import ClientJob
 from osfl.config import ConfigError
 from osfl.models import classifiers
-from osfl.models.training import fit
+from osfl.models.training import ExtraLoss, fit, local_recipe
 from osfl.payload.messages import pack_state, unpack_state
 from osfl.util.costs import Stopwatch, peak_memory_mb
 from osfl.util.files import CorruptFileError, write_atomically
@@ -65,11 +65,10 @@ def train_round(content: RecordDict, job: ClientJob, folder: Path) -> RecordDict
         model,
         images.pixels,
         images.labels,
-        settings,
+        local_recipe(settings, job.config.rounds.local_epochs),
         seed_of(job.config.seed, job.config.method, job.client, number),
         job.device,
-        epochs=job.config.rounds.local_epochs,
-        penalty=penalty,
+        extra=ExtraLoss(penalty=penalty),
         meter=job.meter,
         progress=job.progress,
     )

@@ -1,7 +1,10 @@
-"""Gaussian mixtures of a class's vectors, by scikit-learn's EM."""
+"""Gaussian mixtures of vectors, by scikit-learn's EM."""
 
 import torch
 from sklearn.mixture import GaussianMixture
+
+# Weights [M], means and variances [M, ...]
+Mixture = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def fit_mixture(
@@ -44,3 +47,16 @@ def padded_mixture(
         torch.cat([means, torch.zeros(unused, *means.shape[1:])]),
         torch.cat([variances, torch.zeros(unused, *variances.shape[1:])]),
     )
+
+
+def diffuse_mixture(mixture: Mixture, a_t: torch.Tensor) -> Mixture:
+    """Diffuse a mixture of clean latents forward in closed form.
+
+    A component N(mu, s^2) of z_0 is N(sqrt(a_t) mu, a_t s^2 + 1 - a_t) of z_t (DDPM, eq. 4).
+
+    Args:
+        mixture: weights [M], means and variances [M, ...].
+        a_t: alphas_cumprod at the timestep, [].
+    """
+    weights, means, variances = mixture
+    return weights, a_t.sqrt() * means, a_t * variances + 1 - a_t

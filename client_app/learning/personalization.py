@@ -23,7 +23,7 @@ def personalize(
     client: str,
     device: torch.device,
 ) -> nn.Module:
-    """Train a model in place, by the global model's recipe and the settings of `adaptation`.
+    """Train a model in place, by the global model's recipe and the settings of `personalization`.
 
     Args:
         images: the client's own training images.
@@ -32,7 +32,7 @@ def personalize(
     Raises:
         ClassifierError: there are fewer than two images, or the loss is not finite.
     """
-    settings = config.adaptation
+    settings = config.personalization
     recipe = replace(
         config.global_model, steps=settings.steps, lr=settings.lr, batch_size=settings.batch_size
     )

@@ -7,7 +7,7 @@ Differences: none; the papers say only that the prompt names the domain.
 """
 
 from client_app.context import ClientJob
-from osfl.data.parts import DataError
+from osfl.data.partition import DataError
 from osfl.payload.kinds import Domain
 
 

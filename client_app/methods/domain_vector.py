@@ -35,9 +35,16 @@ from client_app.learning.conditions import (
     posteriors,
     train_shared_vectors,
 )
-from client_app.privacy.mechanisms import mean_distance, mean_over_tokens, private_mean
+from client_app.privacy.mechanisms import (
+    clipped_mean,
+    mean_distance,
+    mean_over_tokens,
+    private_mean,
+)
+from client_app.privacy.sum_noise import SumNoise
 from osfl.config import ConditionTraining, RunConfig
 from osfl.data.load import Images
+from osfl.models.conditioning import Conditioning
 from osfl.models.diffusion import Kit
 from osfl.payload.kinds import DomainVector
 from osfl.util.minibatches import minibatches
@@ -62,13 +69,15 @@ def make_payload(job: ClientJob) -> DomainVector:
     mean, logvar = posteriors(kit, images, job)
     if job.config.epsilon:
         vectors = vector_per_image(kit, images, mean, logvar, job)
-        all_prompts = kit.text(job.config.prompts(job.classes)).cpu()
-        return DomainVector(tuple(names), noisy_mean(vectors, all_prompts, job.config))
+        all_prompts = kit.text.states(job.config.prompts(job.classes)).cpu()
+        domain = noisy_mean(vectors, all_prompts, job.config, job.sum_noise)
+        return DomainVector(tuple(names), domain)
     owner = torch.tensor([class_labels.index(label) for label in images.labels.tolist()])
     prompts = kit.text(job.config.prompts(names))
     shared = settings.tokens == "all"
-    domain = torch.zeros_like(prompts[0][:1] if shared else prompts[0]).requires_grad_()
-    classes = torch.zeros_like(prompts).requires_grad_()
+    length = 1 if shared else prompts.states.shape[1]
+    domain = torch.zeros_like(prompts.states[0, :length]).requires_grad_()
+    classes = torch.zeros_like(prompts.states).requires_grad_()
     optimizer = torch.optim.Adam([domain], lr=settings.lr)
     optimizer.add_param_group({"params": [classes], "lr": settings.class_lr})
     generator = generator_of(job.config.seed, "domain-vector", job.client)
@@ -76,9 +85,10 @@ def make_payload(job: ClientJob) -> DomainVector:
         torch.arange(len(owner)), settings.epochs, settings.steps, settings.batch_size, generator
     )
 
-    def condition(rows: torch.Tensor) -> torch.Tensor:
+    def condition(rows: torch.Tensor) -> Conditioning:
+        text = prompts[owner[rows]]
         # d_y = tau(prompt of y) + v + w_y
-        return prompts[owner[rows]] + domain + classes[owner[rows]]
+        return text.with_states(text.states + domain + classes[owner[rows]])
 
     domain, classes = train_shared_vectors(
         kit,
@@ -107,17 +117,23 @@ def vector_per_image(
     start = kit.text(job.config.prompts(job.classes))[images.labels]
     names = image_digests(images)
     conditions = learn_condition_per_image(kit, start, mean, logvar, names, training, job)
-    return (conditions - start).cpu()
+    return (conditions - start.states).cpu()
 
 
-def noisy_mean(vectors: torch.Tensor, prompts: torch.Tensor, config: RunConfig) -> torch.Tensor:
+def noisy_mean(
+    vectors: torch.Tensor, prompts: torch.Tensor, config: RunConfig, sum_noise: SumNoise
+) -> torch.Tensor:
     """Return the noisy mean [L, d] or [1, d] of vectors [N, L, d], as the run configures it.
 
     Args:
         prompts: encodings of all classes' prompts [C, L, d], the unit of `clip-norm`.
+        sum_noise: gets the clipping bound in a secure sum, where the noise is added later.
     """
     limit = config.clip_norm * mean_distance(prompts)
     if config.domain_vector.tokens == "all":
         vectors, limit = mean_over_tokens(vectors, limit)
     center = torch.zeros_like(vectors[0])
+    if config.secure_sum:
+        sum_noise.limit = limit
+        return clipped_mean(vectors, center, limit).float()
     return private_mean(vectors, center, limit, config.epsilon, config.delta)

@@ -36,7 +36,7 @@ from sklearn.cluster import AgglomerativeClustering
 
 from client_app.context import ClientJob
 from client_app.learning.conditions import load_kit_for_training, posteriors, train_conditions
-from client_app.learning.mixtures import fit_mixture, padded_mixture
+from client_app.learning.mixtures import diffuse_mixture, fit_mixture, padded_mixture
 from osfl.data.load import Images
 from osfl.models.diffusion import Kit, forward_noise
 from osfl.models.encoders import ImageEncoder, load_image_encoder
@@ -182,11 +182,8 @@ def closed_mixture(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Fit a mixture to the mixed clean latents and diffuse it forward in closed form.
 
-    A component N(mu, s^2) of z_0 is N(sqrt(a_t) mu, a_t s^2 + 1 - a_t) of z_t (DDPM, eq. 4).
-
     Returns:
         weights [M], means and variances [M, c, h, w]; components beyond the N images have weight 0.
     """
     latents = mixed_latents(mean, logvar, generator)
-    weights, means, variances = padded_mixture(latents, components, seed)
-    return weights, a_t.sqrt() * means, a_t * variances + 1 - a_t
+    return diffuse_mixture(padded_mixture(latents, components, seed), a_t)

@@ -24,6 +24,7 @@ import torch
 from client_app.context import ClientJob
 from client_app.learning.conditions import load_kit_for_training, posteriors, train_shared_vectors
 from osfl.models.concepts import encode_concept_prompt, initial_concepts
+from osfl.models.conditioning import Conditioning
 from osfl.models.diffusion import Kit
 from osfl.payload.kinds import Concepts
 from osfl.util.minibatches import minibatches
@@ -86,7 +87,7 @@ def learn_words(
         torch.arange(len(owner)), settings.epochs, settings.steps, settings.batch_size, generator
     )
 
-    def condition(rows: torch.Tensor) -> torch.Tensor:
+    def condition(rows: torch.Tensor) -> Conditioning:
         return prompt.filled(domain, vectors[owner[rows]])
 
     learned = [domain, vectors]

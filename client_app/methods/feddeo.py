@@ -12,14 +12,17 @@ Differences from the paper:
    the VAE was trained on.
 3. Theirs: the VAE encodes the images in every step. Ours: once; each step draws a new sample from
    the stored posterior (the same distribution at a fraction of the cost).
-4. Theirs: one class after the other. Ours: `feddeo.at-once` classes in one UNet batch; exact, as no
-   term couples two classes and each class has its own random stream.
+4. Theirs: one class after the other. Ours: `feddeo.conditions-per-batch` classes in one UNet
+   batch; exact, as no term couples two classes and each class has its own random stream.
 5. Theirs: no DP guarantee. Ours: with `epsilon`, every image learns its own condition, for
    `feddeo.epochs` passes; the differences from the prompt's encoding are clipped and averaged, and
    noise is added, as DPAgg-TI does with words (Peetathawatchai et al., arXiv 2411.14639).
 
 With `feddeo.tokens = "all"`, d_y is the prompt's encoding plus one vector shared by all tokens, d_y
 = tau(prompt of y) + u_y, and u_y is sent.
+
+A description replaces the prompt's hidden states. A kit with a pooled vector keeps the prompt's,
+which the server knows and no client sends.
 
 Payload for Stable Diffusion 1.5: 77 x 768 numbers per class, 3.548 M for 60 classes; u_y has 768.
 """
@@ -41,6 +44,7 @@ from client_app.learning.conditions import (
 )
 from client_app.privacy.mechanisms import private_mean_of_class
 from osfl.data.load import Images
+from osfl.models.conditioning import Conditioning
 from osfl.models.diffusion import Kit
 from osfl.payload.kinds import Descriptions
 
@@ -61,14 +65,11 @@ def make_payload(job: ClientJob) -> Descriptions:
     if job.config.epsilon:
         means = _noisy_means(kit, images, rows_of, mean, logvar, job)
         return Descriptions(tuple(names), torch.stack(means))
-    start = kit.text(job.config.prompts(names))
-    base = None
-    if job.config.feddeo.tokens == "all":
-        # d_y = tau(prompt of y) + u_y
-        base = start
-        start = torch.zeros_like(base[:, :1])
+    prompts = kit.text(job.config.prompts(names))
+    # With offsets, d_y = tau(prompt of y) + u_y
+    shared = job.config.feddeo.tokens == "all"
     learned = train_conditions(
-        kit, start, mean, logvar, rows_of, names, job.config.feddeo, job, base=base
+        kit, prompts, mean, logvar, rows_of, names, job.config.feddeo, job, as_offsets=shared
     )
     return Descriptions(tuple(names), learned.float().cpu())
 
@@ -85,15 +86,18 @@ def _noisy_means(
     prompts = kit.text(job.config.prompts(job.classes))
     shared = job.config.feddeo.tokens == "all"
     conditions_by_class = descriptions_per_image(kit, prompts, images, rows_of, mean, logvar, job)
+    states = prompts.states.cpu()
     means = []
     for label, conditions in zip(images.held(), conditions_by_class, strict=True):
-        means.append(private_mean_of_class(conditions, prompts.cpu(), label, job.config, shared))
+        noise = job.sum_noise
+        mean_state = private_mean_of_class(conditions, states, label, job.config, shared, noise)
+        means.append(mean_state)
     return means
 
 
 def descriptions_per_image(
     kit: Kit,
-    prompts: torch.Tensor,
+    prompts: Conditioning,
     images: Images,
     rows_of: list[torch.Tensor],
     mean: torch.Tensor,
@@ -103,7 +107,7 @@ def descriptions_per_image(
     """Yield the conditions that images learn separately, class by class: [n, L, d] on the CPU.
 
     Args:
-        prompts: initial conditions, of all classes of the run, [C, L, d].
+        prompts: initial conditions, of all classes of the run.
         rows_of: the images of each class that the client holds.
         mean, logvar: posterior of every image's latents, [N, c, h, w].
     """
@@ -112,7 +116,7 @@ def descriptions_per_image(
     all_steps = sum(per_image_steps(len(rows), settings) for rows in rows_of)
     offset = 0
     for label, rows in zip(images.held(), rows_of, strict=True):
-        start = prompts[label].expand(len(rows), -1, -1)
+        start = prompts[[label]].expand(len(rows))
         image_keys = [names[row] for row in rows.tolist()]
         class_job = replace(job, progress=partial(_report, job.progress, offset, all_steps))
         conditions = learn_condition_per_image(

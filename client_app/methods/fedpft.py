@@ -49,7 +49,10 @@ def make_payload(job: ClientJob) -> FeatureMixtures:
     mixtures = []
     for label, name in zip(class_labels, names, strict=True):
         if job.config.epsilon:
-            mixtures.append(private_gaussian(features[images.labels == label], job.config))
+            rows = features[images.labels == label]
+            mixtures.append(
+                private_gaussian(rows, job.config, settings.covariance, settings.components)
+            )
             continue
         seed = seed_of(job.config.seed, "fedpft mixture", job.client, name)
         rows = features[images.labels == label] / scale
@@ -67,19 +70,23 @@ def make_payload(job: ClientJob) -> FeatureMixtures:
 
 
 def private_gaussian(
-    features: torch.Tensor, config: RunConfig
+    features: torch.Tensor, config: RunConfig, covariance: str, components: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Fit one (epsilon, delta)-DP Gaussian to a class's features [N, D], as the run configures it.
+    """Fit one (epsilon, delta)-DP Gaussian to a class's features [N, D].
+
+    Args:
+        config: its epsilon, delta and clipping bound.
+        covariance: `spherical` or `diag`, as `fedpft.covariance`.
+        components: K.
 
     Returns:
         weights [K], of which one is 1; means [K, D]; variances [K, 1] or [K, D].
     """
-    settings = config.fedpft
     width = features.shape[1]
     limit = config.clip_norm * width**0.5
     limited = clip_rows(features, limit)
     squares = limited.square()
-    if settings.covariance == "spherical":
+    if covariance == "spherical":
         squares = squares.sum(dim=1, keepdim=True)
     # |x| <= C and |x^2| <= |x|^2 <= C^2, so that (x, x^2 / C) has a norm of at most C sqrt(2)
     joint = torch.cat([limited, squares / limit], dim=1)
@@ -92,15 +99,15 @@ def private_gaussian(
     sigma = noise_deviation(joint_limit, len(features), config.epsilon, config.delta)
     squared_mean = mean.square() - sigma**2
     entries = 1
-    if settings.covariance == "spherical":
+    if covariance == "spherical":
         squared_mean = squared_mean.sum()
         entries = width
     # E x^2 - (E x)^2. Noise may push it below 0 or above the maximum for clipped features
     variance = ((limit * noisy[width:] - squared_mean) / entries).clamp(0, limit**2 / entries)
-    weights = torch.zeros(settings.components)
+    weights = torch.zeros(components)
     weights[0] = 1
-    means = torch.zeros(settings.components, width)
+    means = torch.zeros(components, width)
     means[0] = mean
-    variances = torch.zeros(settings.components, len(variance))
+    variances = torch.zeros(components, len(variance))
     variances[0] = variance
     return weights, means, variances

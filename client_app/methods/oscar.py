@@ -43,7 +43,7 @@ def make_payload(job: ClientJob) -> Encodings:
     captioner = load_captioner(job.config.captioner or job.kit, job.device)
     text = load_text_encoder(job.kit, job.device, torch.float32)
     images = job.load(captioner.fit)
-    encode = text.pooled if job.config.method == "oscar-pooled" else text
+    encode = text.pooled if job.config.method == "oscar-pooled" else text.states
     class_labels = images.held()
     prompts = encode(job.config.prompts(job.classes)).float().cpu()
     captions_by_class: dict[int, list[str]] = {label: [] for label in class_labels}
@@ -54,7 +54,9 @@ def make_payload(job: ClientJob) -> Encodings:
     for label, captions in captions_by_class.items():
         if job.config.epsilon:
             encoded = torch.cat(list(encode_captions(encode, captions, job.meter)))
-            means.append(private_mean_of_class(encoded, prompts, label, job.config))
+            noise = job.sum_noise
+            mean = private_mean_of_class(encoded, prompts, label, job.config, sum_noise=noise)
+            means.append(mean)
         else:
             means.append(mean_encoding(encode, captions, job.meter))
     return Encodings(tuple(job.classes[label] for label in class_labels), torch.stack(means))

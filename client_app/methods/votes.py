@@ -28,6 +28,7 @@ import torch
 from client_app.context import ClientJob
 from client_app.learning.conditions import posteriors
 from client_app.privacy.mechanisms import permute_and_flip
+from osfl.models.conditioning import Conditioning
 from osfl.models.diffusion import Kit, forward_noise, load_kit
 from osfl.payload.kinds import Votes
 from osfl.util.prompts import fill_prompt
@@ -45,7 +46,7 @@ def make_payload(job: ClientJob) -> Votes:
     class_labels = images.held()
     mean, _ = posteriors(kit, images, job)
     votes = candidate_errors(kit, mean, images.labels, job).argmin(dim=1)
-    if job.config.votes.electorate == "client":
+    if job.config.votes.granularity == "client":
         winners = [select_winner(votes, job)] * len(class_labels)
     else:
         winners = [select_winner(votes[images.labels == label], job) for label in class_labels]
@@ -78,7 +79,7 @@ def candidate_errors(
         labels: [N].
     """
     settings = job.config.votes
-    prompts = torch.stack([candidate_conditions(kit, word, job) for word in settings.words])
+    prompts = [candidate_conditions(kit, word, job) for word in settings.words]
     generator = generator_of(job.config.seed, "votes")
     timesteps = len(kit.alphas_cumprod)
     sums = torch.zeros(len(latents), len(prompts))
@@ -104,8 +105,8 @@ def candidate_errors(
     return sums / settings.draws
 
 
-def candidate_conditions(kit: Kit, word: str, job: ClientJob) -> torch.Tensor:
-    """Encode the prompts of a candidate for every class of the run: tau(prompt) [C, L, d]."""
+def candidate_conditions(kit: Kit, word: str, job: ClientJob) -> Conditioning:
+    """Encode the prompts of a candidate for every class of the run, C rows."""
     spell = job.config.data.prompt_name
     fields = [{"domain": word, "class": spell(name)} for name in job.classes]
     return kit.text([fill_prompt(job.config.votes.prompt, values) for values in fields])

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from client_app.context import Progress
 from client_app.privacy.mechanisms import RandomBytes, noise_multiplier, standard_normal
-from osfl.config import RunConfig
+from osfl.config import ClassifierConfig, RunConfig
 from osfl.models.classifiers import ClassifierError, normalize
 from osfl.models.training import (
     Augmentation,
@@ -76,35 +76,49 @@ def fit_private(
     progress(0, steps, "training step")
     limit = config.clip_gradient
     sigma = limit * noise_multiplier(rate, steps, config.epsilon, config.delta)
-    model = model.to(device)
+    model = model.to(device).eval()
     parameters = trainable_parameters(model, settings.trained)
-    model.eval()
-    optimizer = torch.optim.SGD(
-        parameters, settings.lr, settings.momentum, weight_decay=settings.weight_decay
-    )
-    scheduler = new_schedule(optimizer, settings, steps)
-    average = new_average(model, settings)
     augment = new_augmentation(settings.augmentation, pixels[torch.tensor([0])].shape[-1])
     gradients_of = partial(
         _gradients_of, model, pixels, labels, settings.label_smoothing, augment, random_bytes
     )
     # The average cost of all steps: the true cost would reveal how many images each has sampled
     meter.total += round(rate * count * steps * _flops_per_image(gradients_of))
-    for step in range(1, steps + 1):
+
+    def set_gradients() -> None:
         rows = poisson_sample(count, rate, random_bytes)
         sums = _summed_gradients(gradients_of, rows, parameters, limit)
         _set_noisy_gradients(parameters, sums, sigma, rate * count, random_bytes)
+
+    _take_steps(model, parameters, settings, steps, set_gradients, progress)
+    _check_finite(model, settings.lr)
+    return model.requires_grad_(True).eval()
+
+
+def _take_steps(
+    model: nn.Module,
+    parameters: list[nn.Parameter],
+    settings: ClassifierConfig,
+    steps: int,
+    set_gradients: Callable[[], None],
+    progress: Progress,
+) -> None:
+    """Take the steps of SGD, with the schedule and the weight averaging of `fit`."""
+    optimizer = torch.optim.SGD(
+        parameters, settings.lr, settings.momentum, weight_decay=settings.weight_decay
+    )
+    scheduler = new_schedule(optimizer, settings, steps)
+    average = new_average(model, settings)
+    for step in range(1, steps + 1):
+        set_gradients()
         optimizer.step()
         if scheduler is not None:
             scheduler.step()
         if average is not None:
             average.update_parameters(model)
         progress(step, steps, "training step")
-    model.requires_grad_(True)
     if average is not None:
         model.load_state_dict(average.module.state_dict())
-    _check_finite(model, settings.lr)
-    return model.eval()
 
 
 def _check_finite(model: nn.Module, lr: float) -> None:

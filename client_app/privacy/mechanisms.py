@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from scipy.special import ndtri
 
+from client_app.privacy.bernoulli import RandomBelow, bernoulli_exp
+from client_app.privacy.sum_noise import SumNoise
 from osfl.config import RunConfig
 
-# Draws a uniform integer in [0, n)
-RandomBelow = Callable[[int], int]
 # Returns n random bytes
 RandomBytes = Callable[[int], bytes]
 
@@ -43,12 +43,18 @@ def private_mean(
         epsilon, delta: above 0.
         random_bytes: the source of randomness.
     """
+    mean = clipped_mean(rows, center, limit)
+    sigma = noise_deviation(limit, len(rows), epsilon, delta)
+    return (mean + sigma * standard_normal(mean.shape, random_bytes)).float()
+
+
+def clipped_mean(rows: torch.Tensor, center: torch.Tensor, limit: float) -> torch.Tensor:
+    """Return center + mean of the rows' clipped differences from it, in float64, without noise."""
     mean = torch.zeros_like(center, dtype=torch.float64)
     # In parts, so that the float64 copies stay small
     for part in rows.split(64):
         mean += clip_rows(part.double() - center.double(), limit).sum(dim=0) / len(rows)
-    sigma = noise_deviation(limit, len(rows), epsilon, delta)
-    return (center.double() + mean + sigma * standard_normal(mean.shape, random_bytes)).float()
+    return center.double() + mean
 
 
 def noise_deviation(limit: float, count: int, epsilon: float, delta: float) -> float:
@@ -65,6 +71,7 @@ def private_mean_of_class(
     label: int,
     config: RunConfig,
     shared: bool = False,
+    sum_noise: SumNoise | None = None,
 ) -> torch.Tensor:
     """Return the noisy mean of one class's encodings [n, ...], centered at its prompt's encoding.
 
@@ -72,12 +79,17 @@ def private_mean_of_class(
         prompts: encodings of all classes of the run, [C, ...], the unit of `clip-norm`.
         shared: whether to return only the tokens' common difference from the prompt: [1, d], of
             encodings [n, L, d].
+        sum_noise: gets the clipping bound; None: the mean gets its noise here. In a secure sum the
+            noise is added to the whole numbers.
     """
     limit = config.clip_norm * mean_distance(prompts)
     center = prompts[label]
     if shared:
         rows, limit = mean_over_tokens(rows - center, limit)
         center = torch.zeros_like(rows[0])
+    if sum_noise is not None and config.secure_sum:
+        sum_noise.limit = limit
+        return clipped_mean(rows, center, limit).float()
     return private_mean(rows, center, limit, config.epsilon, config.delta)
 
 
@@ -94,7 +106,8 @@ def clip_rows(rows: torch.Tensor, limit: float) -> torch.Tensor:
     finite = rows.flatten(1).isfinite().all(dim=1)
     values = torch.where(finite.view(-1, *[1] * (rows.ndim - 1)), rows, 0)
     norms = values.flatten(1).norm(dim=1).clamp_min(1e-300)
-    return values * (limit / norms).clamp(max=1).view(-1, *[1] * (rows.ndim - 1))
+    clipped: torch.Tensor = values * (limit / norms).clamp(max=1).view(-1, *[1] * (rows.ndim - 1))
+    return clipped
 
 
 def standard_normal(
@@ -166,26 +179,3 @@ def permute_and_flip(
         candidate = candidates.pop(below(len(candidates)))
         if bernoulli_exp(Fraction(epsilon) * (largest - counts[candidate]) / 2, below):
             return candidate
-
-
-def bernoulli_exp(gamma: Fraction, below: RandomBelow) -> bool:
-    """Return True with the probability exp(-gamma), gamma >= 0."""
-    while gamma > 1:
-        if not _happens_exp_below_1(Fraction(1), below):
-            return False
-        gamma -= 1
-    return _happens_exp_below_1(gamma, below)
-
-
-def _happens_exp_below_1(gamma: Fraction, below: RandomBelow) -> bool:
-    """Return True with the probability exp(-gamma), gamma in [0, 1]."""
-    # Trial k succeeds with probability gamma / k. The first failure is odd with exp(-gamma)
-    k = 1
-    while _happens(gamma / k, below):
-        k += 1
-    return k % 2 == 1
-
-
-def _happens(probability: Fraction, below: RandomBelow) -> bool:
-    """Return True with the given probability in [0, 1]."""
-    return below(probability.denominator) < probability.numerator

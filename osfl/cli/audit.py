@@ -6,11 +6,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 import typer
 from flwr.common.config import parse_config_args
 from rich.progress import Progress, TaskID
+from rich.table import Table
 
 from client_app.app import cache_key, check_node, client_settings
 from client_app.audit import statistics
@@ -21,9 +23,16 @@ from client_app.context import Progress as JobProgress
 from client_app.handlers import client_job
 from client_app.image_cache import files_key
 from osfl.cli import display
-from osfl.cli.display import Table
-from osfl.config import ConfigError, NodeConfig, RunConfig, parse_node_config
-from osfl.data.load import Fit, Images, image_labels, load_images
+from osfl.config import (
+    ConfigError,
+    NodeConfig,
+    RunConfig,
+    all_parts,
+    is_mixed,
+    parse_node_config,
+)
+from osfl.data.load import Images, image_labels, load_images
+from osfl.data.pictures import Fit
 from osfl.methods import METHODS
 from osfl.payload import wire
 from osfl.payload.kinds import Payload
@@ -145,6 +154,11 @@ def run_audit(
     Raises:
         ConfigError, DataError, KitError: a client's settings, data or models are unusable.
     """
+    if config.secure_sum:
+        raise ConfigError(
+            "secure-sum = true: an audit attacks a client's own payload, without the noise and the "
+            "numbers of the others; set it to false"
+        )
     trials: dict[str, dict[str, list[Scores]]] = {}
     with display.counting_progress() as bar:
         for player in players:
@@ -165,6 +179,11 @@ def find_audited_clients(config: RunConfig, node_config: str) -> Iterator[Audite
     Raises:
         ConfigError: the method sends no payload, or a setting is invalid.
     """
+    if is_mixed(config):
+        raise ConfigError(
+            f"method = {config.method!r}: must be one of {', '.join(all_parts(config))}; audit "
+            "each kind of payload by itself"
+        )
     if METHODS[config.method].payload is None:
         raise ConfigError(
             f"method = {config.method!r}: its clients send no payload, so there is none to audit"
@@ -216,7 +235,7 @@ def load_or_run_trial(
             torch.tensor(numbers["members"], dtype=torch.float64),
             torch.tensor(numbers["others"], dtype=torch.float64),
         )
-        for attacked, numbers in read_json(file, cure=RETRY_HINT).items()
+        for attacked, numbers in read_json(file, hint=RETRY_HINT).items()
     }
 
 
@@ -254,7 +273,7 @@ def _received(job: ClientJob, payload: Payload) -> Payload:
     """Return the payload as the server receives it, after the run's codec."""
     config = job.config
     blob = wire.encode(payload, config.method, "audit", job.client, config.payload_codec)
-    return wire.decode(blob, expected_payload(config, "audit")(job.client))
+    return cast(Payload, wire.decode(blob, expected_payload(config, "audit")(job.client)))
 
 
 def evaluate_trials(

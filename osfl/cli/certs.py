@@ -7,8 +7,7 @@ The folder contains
     ca.crt       the CA's certificate for every node; during a rotation, the new and the old CA's
     server.key, server.pem    the SuperLink's key and certificate
     sealing.key  opens sealed payloads; only for the server's ServerApp
-    nodes/<name>, nodes/<name>.pub    a SuperNode's private key, only for that node, and public
-                 key, to be registered with the SuperLink
+    nodes/       SuperNodes' keys (`osfl.cli.node_keys`)
 
 Keys are on the elliptic curve P-384, as Flower's node authentication requires.
 """
@@ -24,7 +23,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from osfl.config import IDENTIFIER_RULE, ConfigError, is_identifier
+from osfl.config import ConfigError
 from osfl.payload.encryption import fingerprint, load_key, new_key, public_bytes
 from osfl.util.files import PUBLIC, write_atomically
 from osfl.util.text import sanitize
@@ -141,33 +140,6 @@ def make_server(folder: Path, hosts: Iterable[str], days: int = 397) -> Path:
     write_atomically(folder / "server.key", _pem(key))
     write_atomically(folder / "server.pem", pem, PUBLIC)
     return folder / "server.pem"
-
-
-def make_node(folder: Path, name: str) -> Path:
-    """Create a SuperNode's key pair in OpenSSH's format, and return the private key's file.
-
-    Raises:
-        ConfigError: the name is invalid, or has a key already.
-    """
-    if not is_identifier(name):
-        raise ConfigError(f"node {name!r}: {IDENTIFIER_RULE}")
-    file = folder / "nodes" / name
-    if file.exists():
-        raise ConfigError(
-            f"{file} exists. To replace the key, unregister the node and delete the file"
-        )
-    key = ec.generate_private_key(ec.SECP384R1())
-    private = key.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.OpenSSH,
-        serialization.NoEncryption(),
-    )
-    public = key.public_key().public_bytes(
-        serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
-    )
-    write_atomically(file.with_name(f"{name}.pub"), public + f" {name}\n".encode(), PUBLIC)
-    write_atomically(file, private)
-    return file
 
 
 def make_sealing_key(folder: Path) -> tuple[Path, str]:

@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import typer
 from rich.markup import escape
@@ -16,7 +17,7 @@ from osfl.kit.used_parts import parts_by_step
 from osfl.run_folder.report.page import human_bytes
 from osfl.settings import find_config, resolve_config
 from osfl.tables.files import write_table
-from osfl.tables.records import group_by_row
+from osfl.tables.records import describe_sharing, group_by_row
 from osfl.tables.runner import MAX_ERROR_LENGTH, Outcome, Runner
 from osfl.tables.table_file import Cell, TableFile, as_arguments, read_table
 from osfl.util.files import make_private_folder
@@ -28,12 +29,12 @@ class Resources:
     """The resources of parallel runs.
 
     Attributes:
-        at_once: number of parallel runs.
+        parallel_runs: number of parallel runs.
         client_cpus: CPU cores per client.
         client_gpus: fraction of a GPU per client.
     """
 
-    at_once: int
+    parallel_runs: int
     client_cpus: int
     client_gpus: float
 
@@ -71,8 +72,10 @@ def run_table(
             # An empty table must not replace an earlier one
             if not interrupted or any(not outcome.error for outcome in outcomes):
                 command = _command_line(file, settings, seeds, rows)
-                records = write_table(table, outcomes, out, command, side.at_once)
+                records = write_table(table, outcomes, out, command, side.parallel_runs)
                 _show(records, out / table.name)
+                if sharing := describe_sharing(outcomes):
+                    display.console.print(sharing, highlight=False, soft_wrap=True)
     except KeyboardInterrupt:
         interrupted = True
         outcomes = []
@@ -132,7 +135,7 @@ def _run_cells(table: TableFile, runs: Path, side: Resources) -> tuple[list[Outc
             )
 
         shares = ["--client-cpus", str(side.client_cpus), "--client-gpus", str(side.client_gpus)]
-        runner = Runner(runs, side.at_once, note, shares)
+        runner = Runner(runs, side.parallel_runs, note, shares)
         try:
             return runner.run_all(cells), False
         except KeyboardInterrupt:
@@ -146,7 +149,7 @@ def _command_line(file: Path, settings: Sequence[str], seeds: str, rows: str) ->
     return " ".join(["osfl compare", str(file), *settings, *options])
 
 
-def _show(records: list[dict], stem: Path) -> None:
+def _show(records: list[dict[str, Any]], stem: Path) -> None:
     table = Table("", "average", "upload", "rounds")
     for name, group in group_by_row(records).items():
         mean = sum(record["average"] for record in group) / len(group)

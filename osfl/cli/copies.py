@@ -6,11 +6,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from rich.table import Table
 
 from client_app.audit.copies import Embeddings, Memorization, measure_memorization
 from osfl.cli import display
 from osfl.cli.audit import find_nodes
-from osfl.cli.display import Table
 from osfl.config import ConfigError, NodeConfig, RunConfig, parse_run_config
 from osfl.data.load import Images, load_images
 from osfl.data.parts import class_names, client_name

@@ -5,29 +5,24 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 
-import numpy as np
 import torch
 import typer
 from PIL import Image
 from rich.progress import track
+from rich.table import Table
 
 from osfl.cli import display
-from osfl.cli.display import Table
 from osfl.config import NodeConfig, RunConfig
 from osfl.data.load import open_images
+from osfl.data.near_duplicates import MIN_CORRELATION, SIDE, most_similar, thumbnails
 from osfl.data.partition import DataError
 from osfl.data.parts import check_clients, class_names, client_name
+from osfl.data.pictures import to_pixels
 from osfl.settings import resolve_config
 from osfl.util.text import sanitize
 
-# Side of the grid of an image's hash, which has 256 bits
-HASH_SIDE = 16
-# Maximum number of bits in which the hashes of near-duplicates differ
-MAX_HASH_DISTANCE = 16
 # Maximum number of files or pairs that are printed
 MAX_PRINTED = 10
-# Number of hashes that are compared with all others in one step
-CHUNK_SIZE = 200
 
 
 @dataclass
@@ -37,7 +32,7 @@ class SplitStatistics:
     Attributes:
         counts: number of images by class.
         sizes: number of images by (width, height).
-        hashes: of the readable images, by name.
+        thumbnails: [768] of each readable image, by name.
         broken: error messages of the unreadable images.
         many_frames: names of images with several frames, with the number of frames.
         dark: names of 16-bit images that are nearly black.
@@ -45,7 +40,7 @@ class SplitStatistics:
 
     counts: Counter[str] = field(default_factory=Counter)
     sizes: Counter[tuple[int, int]] = field(default_factory=Counter)
-    hashes: dict[str, np.ndarray] = field(default_factory=dict)
+    thumbnails: dict[str, torch.Tensor] = field(default_factory=dict)
     broken: list[str] = field(default_factory=list)
     many_frames: list[str] = field(default_factory=list)
     dark: list[str] = field(default_factory=list)
@@ -64,7 +59,7 @@ def show_check(settings: list[str]) -> None:
     notes = check_clients(config.data, config.num_clients, config.seed)
     train: dict[str, SplitStatistics] = {}
     test: dict[str, SplitStatistics] = {}
-    for part in track(range(config.num_clients), "clients", console=display.console):
+    for part in track(range(config.num_clients), "clients", console=display.error_console):
         node = NodeConfig(partition_id=part, num_partitions=config.num_clients)
         client = client_name(config.data, node, config.seed)
         train[client] = inspect_split(config, node, "train")
@@ -72,7 +67,7 @@ def show_check(settings: list[str]) -> None:
     _show_clients(config, train, test)
     broken = _of_all([*train.values(), *test.values()], "broken")
     _show_some("unreadable images", broken)
-    duplicates = near_duplicates(_hashes(train), _hashes(test))
+    duplicates = near_duplicates(_thumbnails(train), _thumbnails(test))
     _show_some("test images that are near-duplicates of training images", duplicates)
     _show_notes(notes, train, test)
     if broken:
@@ -86,19 +81,20 @@ def inspect_split(config: RunConfig, node: NodeConfig, split: str) -> SplitStati
         DataError: the client has no images.
     """
     names = class_names(config.data)
-    opened = open_images(config.data, node, split, config.seed)
+    images = open_images(config.data, node, split, config.seed)
     pictures = SplitStatistics()
-    for number, label in enumerate(opened.labels):
+    for number, label in enumerate(images.labels):
         pictures.counts[names[label]] += 1
-        name = opened.name(number)
+        name = images.name(number)
         try:
-            pixels = opened.pixels(_identity, number)
-            traits = opened.file_traits(number)
+            pixels = images.pixels(_identity, number)
+            traits = images.file_traits(number)
         except DataError as error:
             pictures.broken.append(str(error))
             continue
         pictures.sizes[pixels.shape[2], pixels.shape[1]] += 1
-        pictures.hashes[name] = difference_hash(Image.fromarray(pixels.permute(1, 2, 0).numpy()))
+        picture = Image.fromarray(pixels.permute(1, 2, 0).numpy())
+        pictures.thumbnails[name] = thumbnails(to_pixels(picture, SIDE)[None])[0]
         if traits.frames > 1:
             pictures.many_frames.append(f"{name}: {traits.frames:,} frames")
         if traits.is_dark:
@@ -110,37 +106,23 @@ def _identity(pixels: torch.Tensor) -> torch.Tensor:
     return pixels
 
 
-def difference_hash(image: Image.Image) -> np.ndarray:
-    """Return the difference hash of an image: 256 bits, as [4] uint64.
-
-    A bit is set where the downscaled grayscale image is lighter than to its left. The hashes of
-    similar images differ in few bits, whatever their sizes.
-    """
-    grayscale = image.convert("L").resize((HASH_SIDE + 1, HASH_SIDE), Image.Resampling.LANCZOS)
-    levels = np.asarray(grayscale).astype(int)
-    return np.packbits(levels[:, 1:] > levels[:, :-1]).view(np.uint64)
-
-
-def near_duplicates(train: dict[str, np.ndarray], test: dict[str, np.ndarray]) -> list[str]:
+def near_duplicates(train: dict[str, torch.Tensor], test: dict[str, torch.Tensor]) -> list[str]:
     """Describe each test image that looks like a training image, with the most similar one.
 
     Args:
-        train, test: hashes by the images' names.
+        train, test: thumbnails [768] by the images' names.
     """
     if not train or not test:
         return []
-    train_hashes = np.stack(list(train.values()))
-    test_hashes = np.stack(list(test.values()))
-    train_names = list(train)
+    highest, nearest = most_similar(
+        torch.stack(list(test.values())), torch.stack(list(train.values()))
+    )
     test_names = list(test)
-    pairs = []
-    for start in range(0, len(test_hashes), CHUNK_SIZE):
-        chunk = test_hashes[start : start + CHUNK_SIZE]
-        distances = np.bitwise_count(chunk[:, None] ^ train_hashes).sum(axis=-1, dtype=int)
-        nearest = distances.argmin(axis=1)
-        for row in np.flatnonzero(distances.min(axis=1) <= MAX_HASH_DISTANCE):
-            pairs.append(f"{test_names[start + row]} and {train_names[nearest[row]]}")
-    return pairs
+    train_names = list(train)
+    return [
+        f"{test_names[row]} and {train_names[nearest[row]]}"
+        for row in (highest > MIN_CORRELATION).nonzero().flatten().tolist()
+    ]
 
 
 def _of_all(clients: Iterable[SplitStatistics], attribute: str) -> list[str]:
@@ -148,10 +130,10 @@ def _of_all(clients: Iterable[SplitStatistics], attribute: str) -> list[str]:
     return list(chain.from_iterable(lists))
 
 
-def _hashes(clients: dict[str, SplitStatistics]) -> dict[str, np.ndarray]:
+def _thumbnails(clients: dict[str, SplitStatistics]) -> dict[str, torch.Tensor]:
     merged = {}
     for client, pictures in clients.items():
-        merged.update({f"{client}: {name}": value for name, value in pictures.hashes.items()})
+        merged.update({f"{client}: {name}": row for name, row in pictures.thumbnails.items()})
     return merged
 
 

@@ -44,13 +44,13 @@ class Finding:
 
     Attributes:
         state: OK, WARN or FAIL.
-        what: the subject of the check.
+        subject: what is checked.
         text: the result.
-        cure: a hint, or "".
+        hint: the fix, or "" if none is needed.
     """
 
     state: str
-    what: str
+    subject: str
     text: str
     hint: str = ""
 
@@ -64,7 +64,7 @@ def show_findings(settings: Iterable[str], runs: Path | None) -> None:
     with display.expected_errors():
         states = [_show(finding) for finding in check_installation()]
         if FAIL not in states:
-            from osfl.cli.run import runs_folder
+            from osfl.launch.jobs import runs_folder
             from osfl.settings import resolve_config
 
             config, _ = resolve_config(settings)
@@ -76,7 +76,7 @@ def show_findings(settings: Iterable[str], runs: Path | None) -> None:
 
 def _show(finding: Finding) -> str:
     color = COLORS[finding.state]
-    text = f"[{color}]{finding.state:<5}[/]{finding.what:<9}{escape(finding.text)}"
+    text = f"[{color}]{finding.state:<5}[/]{finding.subject:<9}{escape(finding.text)}"
     display.console.print(text, highlight=False, soft_wrap=True)
     if finding.hint:
         display.console.print(" " * 14 + escape(finding.hint), highlight=False, soft_wrap=True)
@@ -211,7 +211,7 @@ def _finding(subject: str, check: Callable[[], Sequence[object] | None], text: s
         check: returns the models' locations.
         text: for a check that returns none.
     """
-    from osfl.kit.kits import KitError
+    from osfl.kit.folder import KitError
     from osfl.models.classifiers import ClassifierError
 
     try:
@@ -228,20 +228,20 @@ def check_disk(runs: Path, needed: int) -> Finding:
         runs: parent folder of the run's folder.
         needed: bytes.
     """
-    from osfl.cli import launch
+    from osfl.launch import flower
 
     try:
-        return Finding(OK, "disk", launch.check_disk(runs, needed))
-    except launch.LaunchError as error:
+        return Finding(OK, "disk", flower.check_disk(runs, needed))
+    except flower.LaunchError as error:
         return Finding(FAIL, "disk", str(error))
 
 
 def check_ports() -> Finding:
     """Check that two ports are available for a simulation's SuperLink."""
-    from osfl.cli import launch
+    from osfl.launch import flower
 
     try:
-        ports = launch.free_ports(2)
+        ports = flower.free_ports(2)
     except OSError as error:
         hint = "allow this user's programs to listen on 127.0.0.1"
         return Finding(FAIL, "ports", f"none on 127.0.0.1: {error}", hint)
@@ -262,9 +262,9 @@ def check_clock(runs: Path, now: Callable[[], float] = time.time) -> Finding:
     date = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(now()))
     if now() < Path(__file__).stat().st_mtime - CLOCK_SECONDS:
         return Finding(FAIL, "clock", f"{date}, before osfl was installed", hint)
-    from osfl.cli import launch
+    from osfl.launch import flower
 
-    folder = launch.nearest_folder(runs)
+    folder = flower.nearest_folder(runs)
     if not os.access(folder, os.W_OK):
         folder = Path(tempfile.gettempdir())
     with tempfile.NamedTemporaryFile(dir=folder) as file:

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterable
 
+from rich.table import Table
+
 from osfl.cli import display
-from osfl.cli.display import Table
 from osfl.config import ClassifierConfig
 from osfl.kit.initial_weights import find_initial_weights
 from osfl.kit.kits import download_bytes, find_kit, find_model, model_bytes

@@ -8,7 +8,7 @@ from rich.table import Table
 from osfl.cli import display
 from osfl.config import RunConfig, parse_run_config
 from osfl.kit.used_parts import kit_parts
-from osfl.methods import METHODS
+from osfl.methods import METHODS, REFUSED
 from osfl.settings import default_config
 
 PRIVACY = {"": "", "pure": "ε", "approximate": "ε, δ"}
@@ -25,6 +25,8 @@ def show_methods(wide: bool) -> None:
     if wide:
         display.console.width = max(WIDE, display.console.width)
     display.console.print(wide_table() if wide else short_table())
+    for problem in REFUSED.values():
+        display.print_text(problem)
 
 
 def short_table() -> Table:
@@ -32,7 +34,7 @@ def short_table() -> Table:
     table = Table("method", "a client sends", "kit used by", "privacy", box=box.SIMPLE_HEAD)
     table.columns[0].no_wrap = True
     for name, method in METHODS.items():
-        needs_kit = {"client": method.client_parts, "server": method.samples}
+        needs_kit = {"client": method.client_parts, "server": method.samples or method.zero_shot}
         sides = ", ".join(side for side, needs in needs_kit.items() if needs) or "neither"
         table.add_row(name, method.sends, sides, PRIVACY[method.privacy])
     return table

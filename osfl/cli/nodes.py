@@ -59,7 +59,7 @@ def revoke(connection: str, name: str) -> None:
         node = _find(_registered(superlink), name)
         superlink.UnregisterNode(UnregisterNodeRequest(node_id=node.node_id))
     text = f"{node.name or 'node'} ({node.node_id}) is unregistered; its key is no longer accepted"
-    display.console.print(sanitize(text), markup=False, highlight=False, soft_wrap=True)
+    display.print_text(sanitize(text))
 
 
 def _find(nodes: list[NodeInfo], name: str) -> NodeInfo:

@@ -7,17 +7,21 @@ with the reason.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rich.table import Table
+
 from osfl.cli import display
-from osfl.cli.display import Table
-from osfl.cli.estimate import placeholder_clients, planned_images, rows_per_image, upload_bytes
+from osfl.cli.estimate import planned_images, upload_bytes
+from osfl.cli.run_clients import placeholder_clients
 from osfl.config import RunConfig
-from osfl.kit.kits import KitError, find_kit
+from osfl.kit.folder import KitError
+from osfl.kit.kits import find_kit
 from osfl.methods import METHODS
 from osfl.models.diffusion import load_noise_schedule, timesteps, unet_flops
 from osfl.run_folder.report.page import human_bytes, human_flops
 from osfl.settings import resolve_config
 from osfl.tables.table_file import TableFile, as_arguments
 from server_app.app import estimate_disk_bytes
+from server_app.costs import rows_per_image
 
 TERA = 1e12
 
@@ -60,7 +64,7 @@ def _row(config: RunConfig, runs: int) -> Row:
     images = runs * planned_images(config, clients.values())
     disk = runs * estimate_disk_bytes(config)
     try:
-        flops = _flops(config, images) if METHODS[config.method].samples else 0.0
+        flops = synthesis_flops(config, images) if METHODS[config.method].samples else 0.0
         upload = upload_bytes(name, client)
     except (KitError, FileNotFoundError) as error:
         return Row(runs, images, None, None, disk, str(error))
@@ -68,7 +72,12 @@ def _row(config: RunConfig, runs: int) -> Row:
     return Row(runs, images, flops, rounds * upload, disk)
 
 
-def _flops(config: RunConfig, images: int) -> float:
+def synthesis_flops(config: RunConfig, images: int) -> float:
+    """Return the FLOPs of the UNet passes that synthesize the images, by settings alone.
+
+    Raises:
+        FileNotFoundError, KitError: the kit is missing or corrupt.
+    """
     kit = find_kit(config.sampling_kit)
     steps = timesteps(load_noise_schedule(kit), config.synthesis.steps)
     return float(images) * rows_per_image(config, steps) * unet_flops(kit)

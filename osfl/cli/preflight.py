@@ -1,51 +1,12 @@
-"""Check a run before a SuperLink or Ray starts, like `--dry-run` does.
-
-The checks run in a process of their own: `osfl run` lives as long as its run, and would keep the
-half a gigabyte that torch and the models' libraries occupy.
-"""
+"""The check of a run, in the process that `osfl.launch.checks` starts for it."""
 
 import json
-import os
-import subprocess
 import sys
-import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 
-from osfl.config import ConfigError, RunConfig, Scalar
-from osfl.util.text import sanitize, sanitize_lines
-
-# Exit status for an invalid run; a check that crashes has another one
-REFUSED = 3
-
-
-def check_run(overrides: Mapping[str, Scalar], runs: Path | None) -> list[str]:
-    """Check a run in a subprocess, and return notes on its data.
-
-    Args:
-        overrides: run-config settings that override the defaults.
-        runs: folder of a simulation's runs; None for a real federation, of which only the settings
-            can be checked here.
-
-    Raises:
-        ConfigError: the run cannot work, with the reason.
-    """
-    request = json.dumps(
-        {"overrides": dict(overrides), "runs": None if runs is None else str(runs)}
-    )
-    # -P: no module in the working directory can shadow a library
-    command = [sys.executable, "-P", "-m", "osfl.cli.preflight"]
-    # torch leaves a folder behind among the temporary files
-    with tempfile.TemporaryDirectory(prefix="osfl-", ignore_cleanup_errors=True) as scratch:
-        environment = {**os.environ, "TMPDIR": scratch}
-        check = subprocess.run(
-            command, input=request.encode(), capture_output=True, env=environment
-        )
-    if check.returncode == REFUSED:
-        raise ConfigError(sanitize_lines(check.stdout.strip()))
-    if check.returncode:
-        raise ConfigError(f"the check of this run failed:\n{sanitize_lines(check.stderr.strip())}")
-    return sanitize_lines(check.stdout.strip()).splitlines()
+from osfl.config import ConfigError, RunConfig
+from osfl.launch.checks import REFUSED
+from osfl.util.text import sanitize
 
 
 def main() -> int:
@@ -54,10 +15,10 @@ def main() -> int:
     Returns:
         the exit status.
     """
-    from osfl.cli.launch import LaunchError
     from osfl.config import parse_run_config
     from osfl.data.partition import DataError
-    from osfl.kit.kits import KitError
+    from osfl.kit.folder import KitError
+    from osfl.launch.flower import LaunchError
     from osfl.models.classifiers import ClassifierError
     from osfl.settings import default_config
 
@@ -85,15 +46,18 @@ def check_simulation(config: RunConfig, runs: Path) -> list[str]:
         ClassifierError, ConfigError, DataError, KitError, LaunchError, OSError: the run cannot
             work.
     """
-    from osfl.cli import launch
     from osfl.cli.estimate import check_run_clients
+    from osfl.config import split_names
     from osfl.kit.run_check import check_run_models
+    from osfl.launch import flower
     from osfl.run_folder.layout import RunFolder
+    from osfl.tracking.track import check_trackers
     from server_app.app import estimate_disk_bytes
     from server_app.kit import check_subject
 
     if RunFolder(runs / config.job_id).stored_config() is None:
-        launch.check_disk(runs, estimate_disk_bytes(config))
+        flower.check_disk(runs, estimate_disk_bytes(config))
+    check_trackers(split_names(config.tracking), config.mlflow_uri)
     notes = check_data(config)
     # Before its weights are: other images need another kit, not other weights
     check_subject(config)
@@ -123,9 +87,9 @@ def check_architectures(config: RunConfig) -> None:
         ClassifierError: an architecture does not exist.
     """
     from osfl.config import split_names
-    from osfl.config.names import BACKBONES
     from osfl.data.parts import class_names
     from osfl.models.classifiers import meta_classifier
+    from osfl.util.names import BACKBONES
 
     for settings in (config.classifier, config.global_model):
         for architecture in split_names(settings.architecture):

@@ -1,58 +1,39 @@
 """`osfl run`: simulate a federation on this machine, or submit a job to a real one."""
 
-import os
-import re
 import signal
-import subprocess
-import time
 from collections.abc import Iterable
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 
 import typer
 
-from osfl.cli import display, launch
+from osfl.cli import display
 from osfl.cli.output import OutputError, print_to_stderr
-from osfl.cli.preflight import check_run
-from osfl.config import IDENTIFIER_RULE, ConfigError, RunConfig, Scalar, flatten, is_identifier
+from osfl.cli.signing import signed_setting
+from osfl.config import ConfigError
 from osfl.data.partition import DataError
-from osfl.run_folder.events import FollowedRun
-from osfl.run_folder.layout import RunFolder, check_same_run
-from osfl.run_folder.report.metrics import read_metrics
-from osfl.run_folder.status import read_status
-from osfl.settings import resolve_config
+from osfl.launch.flower import LaunchError
+from osfl.launch.jobs import Job, RayStartError, Resources, new_job, run_remotely, simulate
+from osfl.launch.views import ConsoleDisplay
+from osfl.settings import Setting
 from osfl.util.exit_codes import TRY_AGAIN
-from osfl.util.files import check_own_folder, make_private_folder, open_private
-from osfl.util.text import sanitize
-
-# In the traceback of Flower's backend if Ray did not start, as on a busy machine
-RAY_START = ", in init_ray\n"
-TRACEBACK = "Traceback (most recent call last):\n"
-_CHAIN = re.compile(
-    r"\n\n(?:The above exception was the direct cause of the following exception"
-    r"|During handling of the above exception, another exception occurred):\n\n"
-)
-_EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*(?:Error|Exception|Exit|Timeout|Full|Empty)\b.*", re.M)
-
-
-class RayStartError(launch.LaunchError):
-    """A simulation whose clients never ran because Ray did not start; a retry may succeed."""
 
 
 def run(
-    settings: Iterable[str],
+    settings: Iterable[Setting],
     runs: Path | None,
     connection: str,
-    client_cpus: int,
-    client_gpus: float,
+    resources: Resources,
+    signed: Path | None = None,
 ) -> None:
     """Run a federation and show its progress and results.
 
     Args:
-        settings: TOML files and `key=value` arguments.
+        settings: TOML files, `key=value` arguments and mappings.
         runs: folder for a simulation's runs; None for `runs`.
         connection: a SuperLink of the user's Flower configuration; "" to simulate here.
-        client_cpus, client_gpus: resources per simulated client.
+        resources: of each simulated client.
+        signed: file of the run's signatures; None for an unsigned run.
 
     Raises:
         typer.Exit: the run is invalid, failed, or was interrupted.
@@ -60,32 +41,12 @@ def run(
     handle_signals()
     job_id = ""
     try:
-        config, overrides = resolve_config(settings)
-        if not config.job_id:
-            overrides["job-id"] = f"{config.method}-s{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-        job_id = str(overrides.get("job-id", config.job_id))
-        if not is_identifier(job_id):
-            raise ConfigError(f"job-id = {job_id!r}: {IDENTIFIER_RULE}")
-        root = runs_folder(config, runs, connection)
-        if connection:
-            check_run(overrides, None)
-            _run_remotely(connection, overrides, job_id)
-        else:
-            if os.path.lexists(root / job_id):
-                check_own_folder(root / job_id)
-            check_same_run(RunFolder(root / job_id), flatten(config))
-            launch.check_temporary_folder()
-            display.console.print("checking settings, data and models")
-            for note in check_run(overrides, root):
-                display.console.print(note, markup=False)
-            make_private_folder(root)
-            federation: dict[str, Scalar] = {
-                "num-supernodes": config.num_clients,
-                "client-resources-num-cpus": client_cpus,
-                "client-resources-num-gpus": client_gpus,
-            }
-            _simulate(config, overrides, job_id, root, federation)
-    except (ConfigError, DataError, launch.LaunchError, OSError) as error:
+        job = new_job(settings, runs, connection)
+        job_id = job.job_id
+        if signed is not None:
+            job = replace(job, overrides=signed_setting(signed, job.overrides))
+        _run(job, connection, resources)
+    except (ConfigError, DataError, LaunchError, OSError) as error:
         display.print_error(error)
         raise typer.Exit(TRY_AGAIN if isinstance(error, RayStartError) else 1) from None
     except KeyboardInterrupt:
@@ -94,6 +55,20 @@ def run(
     except OutputError:
         print_to_stderr(_resume_hint(connection, job_id))
         raise
+
+
+def _run(job: Job, connection: str, resources: Resources) -> None:
+    progress = ConsoleDisplay(display.console)
+    if connection:
+        metrics = run_remotely(job, connection, progress)
+        report = f"on the server, report: {metrics.get('report', '')}"
+    else:
+        metrics = simulate(job, resources, progress)
+        report = f"report: {job.folder.report_file}"
+    # A log without results has none to print
+    if metrics:
+        display.print_metrics(metrics)
+        progress.print(report)
 
 
 def handle_signals() -> None:
@@ -120,138 +95,9 @@ def _ignore(*_: object) -> None:
     """Do nothing. With SIG_IGN Python would warn of a signal that has just arrived."""
 
 
-def runs_folder(config: RunConfig, runs: Path | None, connection: str = "") -> Path:
-    """Return the folder of a simulation's runs.
-
-    Raises:
-        ConfigError: `runs` is set for a real federation, or is not a folder.
-    """
-    if connection and runs:
-        raise ConfigError(
-            "--runs is for simulations; set the key runs-dir, or $OSFL_RUNS on the server, for "
-            "a server's runs"
-        )
-    path = Path(config.runs_dir).expanduser() if config.runs_dir else runs or Path("runs")
-    # Not `resolve`, which fails for a link to itself
-    folder = Path(os.path.abspath(path))
-    if os.path.lexists(folder) and not folder.is_dir():
-        raise ConfigError(
-            f"{folder} must be a folder, but is a file or a broken link. Remove it, or set --runs "
-            "to another folder"
-        )
-    return folder
-
-
 def _resume_hint(connection: str, job_id: str) -> str:
     if connection:
         return (
             "interrupted; the run continues on the server: see `flwr list`, `flwr log`, `flwr stop`"
         )
     return f"interrupted; to resume, repeat the command with job-id={job_id}"
-
-
-def _simulate(
-    config: RunConfig,
-    overrides: dict[str, Scalar],
-    job_id: str,
-    root: Path,
-    federation: dict[str, Scalar],
-) -> None:
-    folder = RunFolder(root / job_id)
-    cache = root / ".client-cache"
-    logs = root / f"{job_id}.log"
-    folder.remove_status()
-    try:
-        with launch.local_superlink(root, cache) as environment:
-            run_id = launch.submit(overrides, "osfl", environment, federation)
-            display.console.print(
-                f"[bold]{config.method}[/], {config.num_clients} clients, job [bold]{job_id}[/]",
-                highlight=False,
-            )
-            with open_private(logs, "w") as sink:
-                command = ["flwr", "log", str(run_id), "osfl", "--stream"]
-                streaming = subprocess.Popen(
-                    command, cwd=launch.WORKING_FOLDER, env=environment, stdout=sink, stderr=sink
-                )
-            with streaming:
-                try:
-                    display.watch(streaming, folder.path, cache / job_id)
-                finally:
-                    streaming.terminate()
-            status, details = launch.outcome(run_id, "osfl", environment)
-    finally:
-        if folder.path.is_dir():
-            logs = folder.move_log(logs)
-    state = read_status(folder.path)
-    if not status.startswith("finished:completed") or state.get("phase") != "finished":
-        raise _failure(state.get("error", ""), details or f"Flower says: {status}", logs)
-    display.print_metrics(read_metrics(folder.path))
-    display.console.print(f"report: [bold]{folder.report_file}[/]", highlight=False, soft_wrap=True)
-
-
-def _failure(error: str, details: str, logs: Path) -> launch.LaunchError:
-    """Return why a simulation failed, from its server, its log, or else Flower.
-
-    Args:
-        error: the ServerApp's message, or "".
-        details: Flower's message.
-        logs: the log of the run.
-    """
-    text = logs.read_text(errors="replace") if logs.is_file() else ""
-    reason = error or innermost_cause(text) or details
-    if not error and RAY_START in text:
-        return RayStartError(f"Ray, which runs the clients, did not start: {reason}\nlog: {logs}")
-    return launch.LaunchError(f"the run failed: {reason}\nlog: {logs}")
-
-
-def innermost_cause(log: str) -> str:
-    """Return the first exception of the last chain of tracebacks in a log, or ""."""
-    parts = _CHAIN.split(log)
-    # Back through the links of the last chain, to the part with its first exception
-    index = len(parts) - 1
-    while index and parts[index].startswith(TRACEBACK) and parts[index].count(TRACEBACK) == 1:
-        index -= 1
-    exceptions = _EXCEPTION.findall(parts[index])
-    return sanitize(exceptions[-1], launch.MAX_MESSAGE_LENGTH) if exceptions else ""
-
-
-def _run_remotely(connection: str, overrides: dict[str, Scalar], job_id: str) -> None:
-    """Submit to a real federation and follow its log; results stay on the server."""
-    environment = launch.flower_environment()
-    run_id = launch.submit(overrides, connection, environment)
-    display.console.print(
-        f"job [bold]{job_id}[/], Flower run {run_id}; results are in the server's runs-dir",
-        highlight=False,
-    )
-    status = ""
-    details = ""
-    followed = FollowedRun()
-    with display.new_view() as view:
-        follow = partial(_follow, followed, view)
-        # The log may end before the run does
-        while not status.startswith("finished"):
-            launch.follow_log(run_id, connection, environment, follow)
-            status, details = launch.outcome(run_id, connection, environment)
-            if status == "unknown":
-                raise launch.LaunchError(
-                    f"lost the connection to run {run_id}, which may still be running (see "
-                    f"`flwr list {connection}`): {details}"
-                )
-    if not status.startswith("finished:completed"):
-        raise launch.LaunchError(f"the run failed: {details or status}")
-    if followed.metrics:
-        display.print_metrics(followed.metrics)
-        display.console.print(
-            f"on the server, report: [bold]{display.escape_text(followed.metrics['report'])}[/]",
-            highlight=False,
-            soft_wrap=True,
-        )
-
-
-def _follow(followed: FollowedRun, view: display.View, line: str) -> None:
-    """Show a line of the server's log; on a terminal, only the status, warnings and errors."""
-    if followed.read(line):
-        if display.console.is_terminal:
-            view.show(followed.state)
-    elif not display.console.is_terminal or line.startswith(("WARNING", "ERROR")):
-        display.console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -3,63 +3,95 @@
 import re
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import fields
+from itertools import chain
 
-from osfl.config.names import (
+from osfl.config.kinds import all_parts, is_mixed, spelling_problems
+from osfl.config.sections import ClassifierConfig, RunConfig
+from osfl.defenses import DEFENSES, LABEL_CONSISTENCY
+from osfl.methods import METHODS
+from osfl.methods.iterative import aggregation_problems
+from osfl.util.names import (
     BACKBONES,
     IDENTIFIER_RULE,
+    TRACKERS,
+    is_absolute,
     is_identifier,
+    not_absolute,
     parse_words,
     problem_of_backbone,
     split_names,
 )
-from osfl.config.sections import ClassifierConfig, FedLMGConfig, RunConfig
-from osfl.methods import METHODS
 from osfl.util.prompts import to_words
-from osfl.util.text import name_problem, quote, safe_name, sanitize
+from osfl.util.text import (
+    is_public_uri,
+    masked_uri,
+    name_problem,
+    quote,
+    safe_name,
+    sanitize,
+)
 
 DIGITS_KITS = ("digits", "digits-unclip")
 # Limit of AES-GCM in the library that seals
 MAX_SEALED_BYTES = 2**31 - 1000
 # With two clients that contradict each other, either may be malicious
-MIN_INFLUENCE_CLIENTS = 3
+MIN_CONTRIBUTION_CLIENTS = 3
 # Each client costs a training
-MAX_INFLUENCE_CLIENTS = 20
+MAX_CONTRIBUTION_CLIENTS = 20
 # The keys that partition a data set into clients, with their defaults
-CUTS = (("partition", "domain"), ("shards-per-client", 2), ("alpha", 0.5), ("subset", ""))
+CUTS = (
+    ("partition", "domain"),
+    ("shards-per-client", 2),
+    ("alpha", 0.5),
+    ("subset", ""),
+    ("domains", ""),
+)
 # No part may begin with a dot, because hf:../images would be a local folder
 _HUB_DATA = re.compile(r"hf:\w[\w.-]*/\w[\w.-]*(@[\w./-]+)?")
 
 
 def problems(run: RunConfig) -> Iterator[str]:
-    """Yield every problem that keeps a configuration from being run, as texts."""
+    """Yield every problem that keeps a configuration from being run, as texts.
+
+    A mixed run can be run if a pure run of each of its methods can.
+    """
+    if run.secure_sum and is_mixed(run):
+        yield (
+            "secure-sum = true: must be false in a mixed run, whose payloads are of several kinds"
+        )
+    if not is_mixed(run):
+        yield from _pure_problems(run)
+    elif misspelled := list(spelling_problems(run)):
+        yield from misspelled
+    else:
+        by_part = [list(_pure_problems(part)) for part in all_parts(run).values()]
+        yield from dict.fromkeys(chain.from_iterable(by_part))
+
+
+def _pure_problems(run: RunConfig) -> Iterator[str]:
     yield from _run_problems(run)
     yield from _data_problems(run)
     yield from _classifier_problems(run)
     yield from _synthesis_problems(run)
-    yield from _cache_problems(run)
-    yield from _prompt_problems(run)
-    yield from _votes_problems(run)
-    yield from _feddeo_problems(run)
-    yield from _strategy_problems("fedlmg", run.fedlmg)
-    yield from _strategy_problems("fedcado", run.fedcado)
-    yield from _espresso_problems(run)
-    yield from _rounds_problems(run)
+    if "{class}" not in run.synthesis.prompt:
+        yield f"synthesis.prompt = {quote(run.synthesis.prompt)}: must contain {{class}}"
+    yield from _section_problems(run)
+    yield from METHODS[run.method].problems(run)
+    yield from aggregation_problems(run, METHODS)
+
+
+def _section_problems(run: RunConfig) -> Iterator[str]:
+    """Yield what the methods' sections say about themselves, whichever method is run."""
+    for item in fields(run):
+        section = getattr(run, item.name)
+        if hasattr(section, "problems"):
+            yield from section.problems()
 
 
 def guarantee_problem(run: RunConfig) -> str:
     """Return the setting that rules out a guarantee (epsilon), with a hint; "" if there is none."""
-    if run.method == "domain-vector" and run.domain_vector.class_lr:
-        return (
-            f"domain-vector.class-lr = {run.domain_vector.class_lr:g}: must be 0 with epsilon, "
-            "because only the domain's vector can be sent with a guarantee"
-        )
-    if METHODS[run.method].payload == "Classifier" and run.classifier.mixing != "none":
-        return (
-            f"classifier.mixing = {run.classifier.mixing!r}: must be none with epsilon, because "
-            "DP-SGD clips the gradient of each image"
-        )
-    return ""
+    return METHODS[run.method].guarantee_problem(run)
 
 
 # ---- Keys without a section ----
@@ -70,24 +102,33 @@ def _run_problems(run: RunConfig) -> Iterator[str]:
         yield f"job-id = {quote(run.job_id)}: {IDENTIFIER_RULE}"
     yield from _privacy_problems(run)
     yield from _sealing_problems(run)
+    yield from _secure_sum_problems(run)
+    yield from _payload_source_problems(run)
+    yield from _continuation_problems(run)
     if 0 < run.max_weight_ratio < 1:
         yield (
             f"max-weight-ratio = {run.max_weight_ratio:g}: must be at least 1, or 0 for no cap; "
             "below 1 it would scale down clients with as many images as the others"
         )
     yield from _codec_problems(run)
-    yield from _label_check_problems(run)
-    yield from _robust_problems(run)
-    yield from _influence_problems(run)
-    if run.adaptation.steps and run.method == "local":
+    yield from _label_filter_problems(run)
+    yield from _defense_problems(run)
+    yield from _contribution_problems(run)
+    if run.personalization.steps and not METHODS[run.method].global_model:
         yield (
-            f"adaptation.steps = {run.adaptation.steps}: must be 0 with method 'local', which "
-            "trains no global model that clients could adapt"
+            f"personalization.steps = {run.personalization.steps}: must be 0 with method "
+            f"{run.method!r}, which trains no global model that clients could adapt"
+        )
+    if run.local_baseline and not METHODS[run.method].global_model:
+        yield (
+            f"local-baseline = true: must be false with method {run.method!r}, whose models are "
+            "the clients' own"
         )
     yield from _class_balance_problems(run)
     yield from _public_domain_problems(run)
     yield from _client_problems(run)
-    if run.runs_dir and not _is_absolute(run.runs_dir):
+    yield from _tracking_problems(run)
+    if run.runs_dir and not is_absolute(run.runs_dir):
         yield (
             f"runs-dir = {quote(run.runs_dir)}: must be an absolute path, because Flower starts "
             "the server in a folder of its own"
@@ -96,8 +137,7 @@ def _run_problems(run: RunConfig) -> Iterator[str]:
         yield f"kit = {quote(run.kit)}: must be a shipped kit's name, an absolute path or a hub id"
     draws_digits = run.sampling_kit in DIGITS_KITS
     if METHODS[run.method].samples and draws_digits and run.data.name != "digits":
-        key = "feddisc.kit" if run.method == "feddisc" and run.feddisc.kit else "kit"
-        yield digits_kit_problem(key, run.sampling_kit, run.data.name)
+        yield digits_kit_problem(run.sampling_kit_key, run.sampling_kit, run.data.name)
 
 
 def _privacy_problems(run: RunConfig) -> Iterator[str]:
@@ -111,9 +151,25 @@ def _privacy_problems(run: RunConfig) -> Iterator[str]:
         yield problem
 
 
+def _tracking_problems(run: RunConfig) -> Iterator[str]:
+    names = split_names(run.tracking)
+    if unknown := sorted(set(names) - set(TRACKERS)):
+        yield (
+            f"tracking = {quote(run.tracking)}: {quote(unknown[0])} must be one of "
+            f"{', '.join(TRACKERS)}"
+        )
+    # A run-config is stored in plain text, and sent to every client
+    if not is_public_uri(run.mlflow_uri):
+        yield (
+            f"mlflow-uri = {quote(masked_uri(run.mlflow_uri))}: must be without credentials, "
+            "query, fragment and white space; set $MLFLOW_TRACKING_USERNAME and "
+            "$MLFLOW_TRACKING_PASSWORD, or $MLFLOW_TRACKING_TOKEN, on the server"
+        )
+
+
 def _sealing_problems(run: RunConfig) -> Iterator[str]:
-    if run.sealing_key and not _is_absolute(run.sealing_key):
-        yield _not_absolute("sealing-key", run.sealing_key)
+    if run.sealing_key and not is_absolute(run.sealing_key):
+        yield not_absolute("sealing-key", run.sealing_key)
     if run.sealing_key and METHODS[run.method].shares_models:
         yield (
             f"sealing-key = {quote(run.sealing_key)}: method {run.method!r} exchanges models, "
@@ -123,7 +179,7 @@ def _sealing_problems(run: RunConfig) -> Iterator[str]:
         yield "sealed-store = true: requires a sealing-key; set one, or set sealed-store to false"
     if run.sealed_store and run.synthesis.workers:
         yield (
-            f"sealed-store = true: with synthesis.workers = {run.synthesis.workers} opened "
+            f"sealed-store = true: with synthesis.workers = {run.synthesis.workers} decrypted "
             "payloads go to Ray's object store, which may spill to a disk; set workers to 0, or "
             "sealed-store to false"
         )
@@ -134,30 +190,113 @@ def _sealing_problems(run: RunConfig) -> Iterator[str]:
         )
 
 
+def _secure_sum_problems(run: RunConfig) -> Iterator[str]:
+    """Yield what contradicts a server that sees no single payload."""
+    if not run.secure_sum:
+        return
+    if not METHODS[run.method].summand_bound:
+        additive = ", ".join(name for name, method in METHODS.items() if method.summand_bound)
+        yield (
+            f"secure-sum = true: method {run.method!r} requires each client's own payload; set "
+            f"secure-sum to false, or method to one whose payloads add up: {additive}"
+        )
+    others = {
+        "payload-codec": run.payload_codec if run.payload_codec != "raw" else "",
+        "sealing-key": run.sealing_key,
+        "payloads-from": run.payloads_from,
+        "continue-from": run.continue_from,
+        "defense": run.defense if run.defense != "off" else "",
+        "client-contribution": "true" if run.client_contribution else "",
+    }
+    for key, value in others.items():
+        if value:
+            yield (
+                f"{key} = {quote(value)}: not with secure-sum = true, because the server has no "
+                "single payload and adds whole numbers; set one of the two to its default"
+            )
+    if problem := METHODS[run.method].sum_problem(run):
+        yield problem
+    lowest = lowest_threshold(run.training_clients)
+    if run.needed_clients < lowest:
+        yield (
+            f"min-clients = {run.min_clients}: must be at least {lowest} of {run.training_clients} "
+            "clients with secure-sum = true, or a server that names other drop-outs to each "
+            "client could open sums of few"
+        )
+
+
+def lowest_threshold(members: int) -> int:
+    """Return the least `min-clients` t of a secure sum of m clients: 2 t >= m + 2.
+
+    To open a client's mask the server needs shares from t clients, so at most m - t others can have
+    been told that it is absent. The client itself accepts at most m - t others as absent. So a
+    server that names different absent clients to different clients can open no sum of fewer than
+    2 t - m clients.
+    """
+    return max(2, (members + 3) // 2)
+
+
+def _payload_source_problems(run: RunConfig) -> Iterator[str]:
+    method = METHODS[run.method]
+    setting = f"payloads-from = {quote(run.payloads_from)}"
+    if run.payloads_from and method.rounds:
+        yield (
+            f"{setting}: with the iterative method {run.method!r} clients train in every round, "
+            'from the last round\'s model; set payloads-from to ""'
+        )
+    elif run.payloads_from and not method.client:
+        yield f'{setting}: with method {run.method!r} clients send none; set payloads-from to ""'
+
+
+def _continuation_problems(run: RunConfig) -> Iterator[str]:
+    method = METHODS[run.method]
+    setting = f"continue-from = {quote(run.continue_from)}"
+    if run.continue_from and (method.rounds or not method.client):
+        yield (
+            f"{setting}: with method {run.method!r} the server keeps no payload that a new "
+            'version could use; set continue-from to ""'
+        )
+    if run.continue_from and run.payloads_from:
+        yield f'{setting}: must be "" with payloads-from, which asks no client'
+    dependent = {
+        "new-clients": run.new_clients,
+        "continue-from-model": run.continue_from_model,
+        "replace-clients": run.replace_clients,
+    }
+    key = next((key for key, value in dependent.items() if value), "")
+    if key and not run.continue_from:
+        yield f"{key}: requires continue-from; set it to the run to continue"
+    if run.continue_from_model and run.replace_clients:
+        yield (
+            "continue-from-model = true: must be false with replace-clients, because a model that "
+            "a payload has shaped cannot forget it"
+        )
+
+
 def _codec_problems(run: RunConfig) -> Iterator[str]:
-    payload = METHODS[run.method].payload
+    numbers = METHODS[run.method].numbers
     if run.payload_codec == "raw":
         return
-    if payload in (None, "Captions", "Domain", "Votes"):
+    if numbers == "none":
         yield (
             f"payload-codec = {run.payload_codec!r}: method {run.method!r} sends no payload with "
             "numbers; set payload-codec = 'raw'"
         )
-    elif payload == "FeatureStatistics":
+    elif numbers == "exact":
         yield (
             f"payload-codec = {run.payload_codec!r}: the sums of method {run.method!r} must be "
             "exact; set payload-codec = 'raw'"
         )
 
 
-def _label_check_problems(run: RunConfig) -> Iterator[str]:
-    if run.label_check == "none":
+def _label_filter_problems(run: RunConfig) -> Iterator[str]:
+    if run.label_filter == "none":
         return
-    setting = f"label-check = {run.label_check!r}"
-    if run.method in ("fedlmg", "fedcado") or not METHODS[run.method].samples:
+    setting = f"label-filter = {run.label_filter!r}"
+    if METHODS[run.method].teachers or not METHODS[run.method].samples:
         yield (
             f"{setting}: method {run.method!r} has teachers of its own, or synthesizes no images; "
-            "set label-check to none"
+            "set label-filter to none"
         )
     elif run.synthesis.images_per_class < 2:
         yield (
@@ -166,43 +305,39 @@ def _label_check_problems(run: RunConfig) -> Iterator[str]:
         )
 
 
-def _robust_problems(run: RunConfig) -> Iterator[str]:
-    if run.robust == "off":
+def _defense_problems(run: RunConfig) -> Iterator[str]:
+    if DEFENSES.get(run.defense) != LABEL_CONSISTENCY:
         return
-    if not _synthesizes_from_payloads(run):
+    if not METHODS[run.method].samples_payloads:
         yield (
-            f"robust = {run.robust!r} requires a method that synthesizes images from payloads; "
-            f"with {run.method!r} set robust = 'off'"
+            f"defense = {run.defense!r} requires a method that synthesizes images from payloads; "
+            f"with {run.method!r} set defense = 'off'"
         )
-    elif run.method == "feddisc":
+    elif METHODS[run.method].image_conditions:
         yield (
-            f"robust = {run.robust!r}: method {run.method!r} samples with an unCLIP kit, which is "
-            "conditioned on images and cannot score a prompt; set robust = 'off'"
+            f"defense = {run.defense!r}: method {run.method!r} samples with an unCLIP kit, which "
+            "is conditioned on images and cannot score a prompt; set defense = 'off'"
         )
 
 
-def _synthesizes_from_payloads(run: RunConfig) -> bool:
-    return METHODS[run.method].samples and METHODS[run.method].payload is not None
-
-
-def _influence_problems(run: RunConfig) -> Iterator[str]:
-    if not run.influence:
+def _contribution_problems(run: RunConfig) -> Iterator[str]:
+    if not run.client_contribution:
         return
-    if not _synthesizes_from_payloads(run):
+    if not METHODS[run.method].samples_payloads:
         yield (
-            "influence = true requires a method that synthesizes images from payloads; with "
-            f"{run.method!r} set influence to false"
+            "client-contribution = true requires a method that synthesizes images from payloads; "
+            f"with {run.method!r} set client-contribution to false"
         )
-    elif not MIN_INFLUENCE_CLIENTS <= run.training_clients <= MAX_INFLUENCE_CLIENTS:
+    elif not MIN_CONTRIBUTION_CLIENTS <= run.training_clients <= MAX_CONTRIBUTION_CLIENTS:
         yield (
-            "influence = true trains the model once more without each client, and requires "
-            f"{MIN_INFLUENCE_CLIENTS} to {MAX_INFLUENCE_CLIENTS} clients, but there are "
-            f"{run.training_clients}; set it to false"
+            "client-contribution = true trains the model once more without each client, and "
+            f"requires {MIN_CONTRIBUTION_CLIENTS} to {MAX_CONTRIBUTION_CLIENTS} clients, but there "
+            f"are {run.training_clients}; set it to false"
         )
     elif run.synthesis.images_per_class < 3:
         yield (
-            "influence = true requires synthesis.images-per-class to be at least 3: two images to "
-            "train on, and one to test on"
+            "client-contribution = true requires synthesis.images-per-class to be at least 3: two "
+            "images to train on, and one to test on"
         )
 
 
@@ -212,11 +347,6 @@ def _class_balance_problems(run: RunConfig) -> Iterator[str]:
     if not METHODS[run.method].samples:
         yield (
             f"class-balance = true: method {run.method!r} synthesizes no images; set it to false"
-        )
-    elif run.method == "domain-vector" and run.domain_vector.classes == "all":
-        yield (
-            "class-balance = true: with domain-vector.classes = 'all' the server synthesizes every "
-            "class for every client, which is balanced already; set it to false"
         )
     elif METHODS[run.method].payload is None:
         yield (
@@ -228,9 +358,7 @@ def _class_balance_problems(run: RunConfig) -> Iterator[str]:
 def _public_domain_problems(run: RunConfig) -> Iterator[str]:
     names = run.public_domain_names
     setting = f"public-domains = {sanitize(run.public_domains, 200)!r}"
-    has_teachers = run.method in ("fedlmg", "fedcado")
-    from_prompts = METHODS[run.method].samples and run.method != "feddisc"
-    if names and (has_teachers or not from_prompts):
+    if names and not METHODS[run.method].samples_prompts:
         yield (
             f"{setting}: method {run.method!r} has teachers for its images, or synthesizes none "
             'from a prompt alone; set public-domains to ""'
@@ -246,17 +374,17 @@ def _public_domain_problems(run: RunConfig) -> Iterator[str]:
 
 
 def _client_problems(run: RunConfig) -> Iterator[str]:
-    setting = f"left-out = {quote(run.left_out)}"
-    if invalid := [name for name in run.left_out_clients if not is_identifier(name)]:
+    setting = f"held-out = {quote(run.held_out)}"
+    if invalid := [name for name in run.held_out_clients if not is_identifier(name)]:
         yield f"{setting}: {quote(invalid[0])} is not a client's name"
-    if len(set(run.left_out_clients)) < len(run.left_out_clients) or run.training_clients < 1:
+    if len(set(run.held_out_clients)) < len(run.held_out_clients) or run.training_clients < 1:
         yield (
             f"{setting}: must be different clients, and fewer than num-clients = {run.num_clients}"
         )
     elif run.min_clients > run.training_clients:
         yield (
             f"min-clients = {run.min_clients}: must be at most num-clients = {run.num_clients} "
-            "minus the left-out clients"
+            "minus the held-out clients"
         )
 
 
@@ -295,6 +423,16 @@ def _data_problems(run: RunConfig) -> Iterator[str]:
             f"data.classes = {quote(run.data.classes)}: must be empty with data.name = 'digits', "
             "which has its own"
         )
+    if run.data.name == "digits" and run.data.domains:
+        yield (
+            f"data.domains = {quote(run.data.domains)}: must be empty with data.name = 'digits', "
+            "whose domains are the clients; set num-clients"
+        )
+    if run.data.name == "digits" and run.data.split_by:
+        yield (
+            f"data.split-by = {run.data.split_by!r}: must be empty with data.name = 'digits', "
+            "where no scan is in two splits"
+        )
     yield from _class_name_problems(classes)
     if run.data.test_split == run.data.train_split:
         yield (
@@ -305,8 +443,8 @@ def _data_problems(run: RunConfig) -> Iterator[str]:
         parse_words(run.data.words)
     except ValueError as error:
         yield f"data.words = {quote(run.data.words)}: {error}, comma-separated"
-    if run.data.root and not _is_absolute(run.data.root):
-        yield _not_absolute("data.root", run.data.root)
+    if run.data.root and not is_absolute(run.data.root):
+        yield not_absolute("data.root", run.data.root)
 
 
 def _folder_problems(run: RunConfig) -> Iterator[str]:
@@ -349,39 +487,12 @@ def _classifier_problems(run: RunConfig) -> Iterator[str]:
     yield from _init_problems("classifier", run.classifier)
     yield from _init_problems("global-model", run.global_model)
     yield from _digits_weight_problems(run)
-    yield from _mixing_problems(run)
-    architectures = split_names(run.classifier.architecture)
-    if not architectures:
+    if not split_names(run.classifier.architecture):
         yield "classifier.architecture: must name at least one torchvision model"
-    averages = METHODS[run.method].rounds and run.method != "feddf"
-    if METHODS[run.method].features and len(architectures) > 1:
-        yield (
-            f"classifier.architecture = {quote(run.classifier.architecture)}: must name one "
-            f"model, because {run.method} uses the features of one architecture"
-        )
-    if averages and len(architectures) > 1:
-        yield (
-            f"classifier.architecture = {quote(run.classifier.architecture)}: must name one "
-            f"model, because {run.method} averages models of one architecture; feddf allows several"
-        )
     if len(split_names(run.global_model.architecture)) != 1:
         yield (
             f"global-model.architecture = {quote(run.global_model.architecture)}: must name one "
             "torchvision model"
-        )
-
-
-def _mixing_problems(run: RunConfig) -> Iterator[str]:
-    """Refuse to mix images whose teachers score whole images."""
-    mixing = run.global_model.mixing
-    if run.method not in ("fedlmg", "fedcado") or mixing == "none":
-        return
-    settings = run.fedlmg if run.method == "fedlmg" else run.fedcado
-    if set(split_names(settings.strategies)) & {"md", "sd"}:
-        yield (
-            f"global-model.mixing = {mixing!r}: must be none with {run.method}.strategies = "
-            f"{quote(settings.strategies)}, whose teachers score whole images; or set strategies "
-            "to ft"
         )
 
 
@@ -393,9 +504,9 @@ def _digits_weight_problems(run: RunConfig) -> Iterator[str]:
     if has_error or run.data.name == "digits" or run.kit not in DIGITS_KITS:
         return
     inits = {}
-    if method.rounds or method.features or method.payload == "Classifier":
+    if method.rounds or method.loads_initial_weights:
         inits["classifier"] = run.classifier.init
-    if not (method.rounds or method.features or run.method == "local"):
+    if method.trains_on_images:
         inits["global-model"] = run.global_model.init
     for section, init in inits.items():
         if init == "kit":
@@ -407,7 +518,7 @@ def _digits_weight_problems(run: RunConfig) -> Iterator[str]:
 
 
 def _init_problems(section: str, settings: ClassifierConfig) -> Iterator[str]:
-    if settings.init not in ("kit", "imagenet", "pretrained", "none") and not _is_absolute(
+    if settings.init not in ("kit", "imagenet", "pretrained", "none") and not is_absolute(
         settings.init
     ):
         yield (
@@ -450,127 +561,8 @@ def _synthesis_problems(run: RunConfig) -> Iterator[str]:
         )
     if settings.base_steps and settings.compile != "off":
         yield "synthesis.base-steps: must be 0 with synthesis.compile, which would compile twice"
-    if run.method == "espresso" and settings.solver != "ddim":
-        yield (
-            f"synthesis.solver = {settings.solver!r}: Espresso requires 'ddim', whose steps its "
-            "zig-zags invert, and whose first timestep its clients' mixtures are fitted at"
-        )
-
-
-def _cache_problems(run: RunConfig) -> Iterator[str]:
-    interval = run.synthesis.cache_interval
-    if interval == 1:
-        return
-    if run.synthesis.compile != "off":
+    if settings.cache_interval != 1 and settings.compile != "off":
         yield (
             "synthesis.cache-interval: must be 1 with synthesis.compile, which would compile every "
             "step anew"
         )
-    if _differentiates_unet(run):
-        yield (
-            f"synthesis.cache-interval = {interval}: must be 1 with {run.method}.gradient = "
-            "'full', which differentiates through the UNet; or set the gradient to 'x0', and "
-            "fedcado.noise-edits to 0"
-        )
-    if run.method == "espresso" and run.espresso.z_sampling:
-        yield (
-            "synthesis.cache-interval: must be 1 with espresso.z-sampling, whose zig-zags step "
-            "back and forth"
-        )
-
-
-def _differentiates_unet(run: RunConfig) -> bool:
-    """Return whether the sampler computes a gradient through the UNet."""
-    if run.method == "fedcado":
-        return run.fedcado.gradient == "full" or run.fedcado.noise_edits > 0
-    return run.method == "fedlmg" and run.fedlmg.gradient == "full"
-
-
-def _prompt_problems(run: RunConfig) -> Iterator[str]:
-    class_prompt = run.synthesis.prompt
-    domain_prompt = run.prompts_domain.prompt
-    if "{class}" not in class_prompt:
-        yield f"synthesis.prompt = {quote(class_prompt)}: must contain {{class}}"
-    if "{class}" not in domain_prompt or "{domain}" not in domain_prompt:
-        yield (
-            f"prompts-domain.prompt = {quote(domain_prompt)}: must contain {{class}} and {{domain}}"
-        )
-    if "{caption}" not in run.fgl.prompt:
-        yield f"fgl.prompt = {quote(run.fgl.prompt)}: must contain {{caption}}"
-
-
-# ---- Methods' own sections ----
-
-
-def _votes_problems(run: RunConfig) -> Iterator[str]:
-    names = run.votes.words
-    setting = f"votes.candidates = {sanitize(run.votes.candidates, 200)!r}"
-    if not 2 <= len(names) <= 256:
-        yield f"{setting}: {len(names)} names; must be 2 to 256, comma-separated"
-    if len(set(names)) < len(names):
-        yield f"{setting}: a name is listed twice; list each domain once"
-    for name in names:
-        if problem := name_problem(name):
-            yield (
-                f"{setting}: {sanitize(name, 80)!r} {problem}; a domain's name is part of a prompt"
-            )
-    prompt = run.votes.prompt
-    if "{class}" not in prompt or "{domain}" not in prompt:
-        yield f"votes.prompt = {quote(prompt)}: must contain {{class}} and {{domain}}"
-
-
-def _feddeo_problems(run: RunConfig) -> Iterator[str]:
-    is_guided = run.feddeo.guidance_text or run.feddeo.guidance_description
-    if run.method == "feddeo" and not is_guided:
-        yield (
-            "feddeo.guidance-text and feddeo.guidance-description are both 0: set one of them, or "
-            "images would have no class"
-        )
-
-
-def _strategy_problems(section: str, settings: FedLMGConfig) -> Iterator[str]:
-    strategies = split_names(settings.strategies)
-    if not strategies or set(strategies) - {"ft", "md", "sd"}:
-        yield f"{section}.strategies = {quote(settings.strategies)}: must name some of ft, md, sd"
-
-
-def _espresso_problems(run: RunConfig) -> Iterator[str]:
-    settings = run.espresso
-    is_sampled = settings.gmm and settings.mixture_fit == "sampled"
-    if is_sampled and settings.noise_draws < settings.components:
-        yield (
-            f"espresso.noise-draws = {settings.noise_draws}: must be at least espresso.components "
-            f"= {settings.components}, or a class with one image has too few latents for its "
-            "mixture"
-        )
-    if settings.z_sampling and settings.inversion_guidance >= settings.guidance:
-        yield (
-            f"espresso.inversion-guidance = {settings.inversion_guidance:g}: must be below "
-            f"espresso.guidance = {settings.guidance:g}, or the zig-zag removes guidance"
-        )
-
-
-def _rounds_problems(run: RunConfig) -> Iterator[str]:
-    proxy = run.rounds.proxy.removeprefix("public")
-    if proxy and not _is_absolute(proxy):
-        yield _not_absolute("rounds.proxy", proxy)
-    if run.method == "feddf" and run.data.name != "digits" and run.rounds.proxy == "public":
-        yield (
-            "rounds.proxy = 'public': those images are digits, but the clients' are not; set it to "
-            "a folder of unlabeled images"
-        )
-
-
-def _is_absolute(path: str) -> bool:
-    try:
-        return Path(path).expanduser().is_absolute()
-    # The home of an unknown user
-    except RuntimeError:
-        return False
-
-
-def _not_absolute(key: str, path: str) -> str:
-    return (
-        f"{key} = {quote(path)}: must be an absolute path, because Flower starts server and "
-        "clients in a folder of its own"
-    )

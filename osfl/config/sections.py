@@ -1,15 +1,37 @@
 """Declarations of all configuration keys: type, range, meaning, and role in a run's identity.
 
-Each class is a section of the run-config. A key is part of a run's identity, which a resumption
-must share, unless it is marked `NotIdentity`. Defaults are in pyproject.toml, and checks across
-keys in osfl/config/problems.py. `make docs-pages` generates docs/configuration.md from this module.
+Each class is a section of the run-config; a method's own section is in osfl/methods. A key is part
+of a run's identity, which a resumption must share, unless it is marked `NotIdentity`. Defaults are
+in pyproject.toml, and checks across keys in osfl/config/problems.py. `make docs-pages` generates
+docs/configuration.md from this module.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
-from osfl.config.markers import (
+from osfl.defenses import DEFENSES
+from osfl.methods import METHODS
+from osfl.methods.domain_vector import DomainVectorConfig
+from osfl.methods.espresso import EspressoConfig
+from osfl.methods.fedbip import FedBiPConfig
+from osfl.methods.fedcado import FedCADOConfig
+from osfl.methods.fedcgs import FedCGSConfig
+from osfl.methods.feddeo import FedDEOConfig
+from osfl.methods.feddisc import FedDISCConfig
+from osfl.methods.fedld import FedLDConfig
+from osfl.methods.fedlmg import FedLMGConfig
+from osfl.methods.fedpft import FedPFTConfig
+from osfl.methods.fgl import FGLConfig
+from osfl.methods.iterative import RoundsConfig
+from osfl.methods.latent_gaussian import LatentGaussianConfig
+from osfl.methods.oscar import OscarConfig
+from osfl.methods.prompts_domain import PromptsDomainConfig
+from osfl.methods.prompts_only import PromptsOnlyConfig
+from osfl.methods.real_and_synthetic import RealAndSyntheticConfig
+from osfl.methods.votes import VotesConfig
+from osfl.methods.zero_shot import ZeroShotConfig
+from osfl.util.markers import (
     Approximate,
     ByData,
     Doc,
@@ -17,20 +39,23 @@ from osfl.config.markers import (
     NotIdentity,
     OneOf,
     Range,
+    ServerKey,
     SitePath,
 )
-from osfl.config.names import parse_words, split_names
-from osfl.methods import METHODS
+from osfl.util.names import parse_words, split_names
 from osfl.util.prompts import fill_prompt
 
-Scale = Annotated[float, Range(0, 100)]
-Weight = Annotated[float, Range(0, 1e4)]
 Switch = Annotated[str, OneOf("off", "on", "auto")]
+# The record that asks for a test of a local-only model. It is here because a client that joins
+# does not import torch, which the messages do
+LOCAL_BASELINE = "local-baseline"
+# The key of a reply to `query.join` from a site that asks for images of its own
+COMPARISON = "comparison"
+# A node's roles
+TRAIN_AND_TEST = "train and test"
+TEST_ONLY = "test"
 # Meaning of a node-config key that pins the run-config key of the same name
-PINNED = (
-    "The only `data.{}` that this site accepts. Empty or 0: any; but with an `epsilon` or "
-    "`epsilon-total` here, only the run-config's default."
-)
+PINNED = "Pins `data.{}`."
 
 
 @dataclass(frozen=True)
@@ -41,8 +66,8 @@ class DataConfig:
         str,
         Doc(
             "The source of the images: `digits`, the embedded ones; `folder`, image folders "
-            "(`<data-dir>/{train,test}/<class>/*`, where test/ may be missing); or "
-            "`hf:OWNER/NAME@REVISION`, a data set of the Hugging Face hub."
+            "(docs/your-data.md); or `hf:OWNER/NAME@REVISION`, a data set of the Hugging Face "
+            "hub."
         ),
         SitePath("client"),
     ]
@@ -53,19 +78,18 @@ class DataConfig:
         str,
         OneOf("domain", "label", "dirichlet", "dirichlet-domain", "iid"),
         Doc(
-            "How the data are partitioned into clients: `domain`, one domain per client "
-            "(feature skew); `label`, shards of the label-sorted data, or `dirichlet`, a "
-            "Dirichlet distribution over labels (label skew); `dirichlet-domain`, such a "
-            "distribution within every domain (both); or `iid`, at random. Folders are clients "
-            "already, and accept `domain` alone."
+            "The partition into clients: `domain`, one domain per client (feature skew); `label`, "
+            "shards of the label-sorted data, or `dirichlet`, a Dirichlet distribution over "
+            "labels (label skew); `dirichlet-domain`, such a distribution within every domain "
+            "(both); or `iid`, at random. Folders are clients already, and accept `domain` alone."
         ),
     ]
     shards_per_client: Annotated[
         int,
         Range(1, 1000),
         Doc(
-            "With partition = label: the number of shards of the label-sorted data per client, "
-            "each with images of one or two classes (McMahan et al. 2017)."
+            "With partition = label: shards per client, each with images of one or two classes "
+            "(McMahan et al. 2017)."
         ),
     ]
     alpha: Annotated[
@@ -87,7 +111,7 @@ class DataConfig:
         ManyNames(),
         Doc(
             "The text that replaces a class's or domain's name in prompts, such as "
-            "`mouse=computer mouse, nail=nail of iron`. Empty: prompts use the names."
+            "`mouse=computer mouse`. Empty: the names."
         ),
     ]
     image_column: Annotated[str, Doc("Hub data: the column of the images.")]
@@ -99,13 +123,30 @@ class DataConfig:
             "the partitions by domain use."
         ),
     ]
+    domains: Annotated[
+        str,
+        ManyNames(),
+        Doc(
+            "Hub data: the domains whose images are used, comma-separated; all others are left "
+            "out. Empty: all."
+        ),
+    ]
     group_column: Annotated[
         str,
         Doc(
-            "Hub data or saved data: the column of each image's group, such as a patient. All "
-            "images of a group stay with one client, and either in its training set or in its "
-            "test set. A group in two domains is refused with the partitions by domain. Empty: "
-            "images have no groups. In folders, the folder within a class is the group."
+            "Hub data or saved data: the column of each image's group, such as a patient. A group "
+            "stays with one client, in its training or its test set (docs/your-data.md). Empty: "
+            "no groups."
+        ),
+    ]
+    split_by: Annotated[
+        str,
+        OneOf("", "near-duplicates"),
+        Doc(
+            "`near-duplicates`: images that look alike, also mirrored, are either training or "
+            "test images. Test images of the data set that look like a training image become "
+            "training images. Not at sites that demand a guarantee. Empty: the data set's split, "
+            "or `test-share` by image."
         ),
     ]
     train_split: Annotated[str, Doc("Hub data: the split of the clients' training images.")]
@@ -118,7 +159,8 @@ class DataConfig:
         Range(0.01, 0.99),
         Doc(
             "Without a split or folder of test images: the share of each client's images of every "
-            "class that are test images, by whole groups if there are groups."
+            "class that are test images, the same in every run, by whole groups if there are "
+            "any."
         ),
     ]
     max_per_class: Annotated[
@@ -138,9 +180,9 @@ class DataConfig:
     root: Annotated[
         str,
         Doc(
-            "An absolute path. With name = folder: the folder that contains all clients' "
-            "folders, for simulations and for method = ceiling. With hub data: a copy of the "
-            "data set on every machine, in place of the hub."
+            "An absolute path. Folders: the folder of all clients' folders, for simulations and "
+            "method = ceiling. Hub data: a copy of the data set on every machine, in place of the "
+            "hub."
         ),
         SitePath("client"),
     ]
@@ -188,8 +230,8 @@ class ClassifierConfig:
         int,
         Range(0, 10_000_000),
         Doc(
-            "Training steps, in place of epochs. 0: train for `epochs`. Iterative baselines "
-            "train for `rounds.local-epochs` per round."
+            "Training steps, in place of epochs. 0: `epochs`. Iterative baselines train for "
+            "`rounds.local-epochs` per round."
         ),
     ]
     batch_size: Annotated[int, Range(2, 65_536), Doc("Images per training step.")]
@@ -212,7 +254,7 @@ class ClassifierConfig:
     label_smoothing: Annotated[
         float,
         Range(0, 0.9),
-        Doc("Label smoothing: the share of each label that is spread over all classes."),
+        Doc("The share of each label that is spread over all classes."),
     ]
     augmentation: Annotated[
         str,
@@ -229,16 +271,16 @@ class ClassifierConfig:
         str,
         OneOf("none", "mixup", "cutmix"),
         Doc(
-            "How the images and labels of a batch are mixed. Not possible with teachers, which "
-            "score whole images."
+            "How the images and labels of a batch are mixed. Not with teachers, which score whole "
+            "images."
         ),
     ]
     ema: Annotated[
         float,
         Range(0, 0.99999),
         Doc(
-            "Decay of the exponential moving average of the weights, which is the result of a "
-            "whole training. 0: the last weights are the result."
+            "Decay of the exponential moving average of the weights, the result of a whole "
+            "training. 0: the last weights."
         ),
     ]
     precision: Annotated[
@@ -252,7 +294,7 @@ class ClassifierConfig:
 
 
 @dataclass(frozen=True)
-class AdaptationConfig:
+class PersonalizationConfig:
     """Personalization: each client fine-tunes the global model on its own images.
 
     All other settings of the training are those of `[global-model]`.
@@ -262,11 +304,9 @@ class AdaptationConfig:
         int,
         Range(0, 10_000_000),
         Doc(
-            "Steps in which every client fine-tunes the global model on its own training "
-            "images, after its test. The result is tested once more, also by left-out clients, "
-            "and nothing else about it is sent. With an epsilon not even that is sent, and only "
-            "sites with a `models-dir` adapt. 0: no adaptation. Repeating a finished run tests "
-            "again."
+            "Steps in which every client fine-tunes the global model on its own training images, "
+            "after its test, and tests it again; with an epsilon as docs/privacy.md says. 0: "
+            "none."
         ),
         NotIdentity(),
     ]
@@ -279,29 +319,37 @@ class SynthesisConfig:
     """The synthesis of images on the server."""
 
     images_per_class: Annotated[int, Range(1, 1_000_000), Doc("R: images per class and client.")]
-    steps: Annotated[int, Range(2, 999), Doc("Denoising steps per image.")]
+    steps: Annotated[
+        int,
+        Range(2, 999),
+        Doc("Denoising steps per image."),
+        # Mixtures are fitted at the first of the sampling timesteps
+        ServerKey(except_for=("espresso", "fedld")),
+    ]
     unit_size: Annotated[
         int,
         Range(1, 4096),
-        Doc(
-            "Images per work unit, which is committed to disk as a whole. A resumed run repeats "
-            "at most the units in flight."
-        ),
+        Doc("Images per work unit. A resumed run repeats at most the units in flight."),
     ]
     batch_size: Annotated[
         int,
         Range(0, 4096),
-        Doc("Images of a work unit per batch. 0: the fastest size, by a measurement."),
+        Doc("Images of a work unit per batch. 0: the fastest size."),
     ]
-    units_at_once: Annotated[
+    parallel_units: Annotated[
         int,
         Range(0, 1024),
         Doc(
-            "On a CPU without workers: units that are sampled in parallel, each with its share "
-            "of the cores. 0: the faster of one unit and one per core, by a measurement."
+            "On a CPU without workers: units that are sampled in parallel. 0: the faster of one "
+            "and one per core."
         ),
     ]
-    prompt: Annotated[str, Doc("The prompt of a class; `{class}` stands for its name.")]
+    prompt: Annotated[
+        str,
+        Doc("The prompt of a class; `{class}` stands for its name."),
+        # The start of what is learned, and with an epsilon the unit of `clip-norm`
+        ServerKey(except_for=("domain_vector", "espresso", "feddeo", "oscar")),
+    ]
     workers: Annotated[
         int,
         Range(0, 10_000),
@@ -313,6 +361,15 @@ class SynthesisConfig:
         Range(0, 1024),
         Doc("CPU threads per worker. 0: its share of the machine's cores."),
     ]
+    overlap: Annotated[
+        Switch,
+        Doc(
+            "Whether the server synthesizes a client's images while others still work on their "
+            "payloads; auto: not in a simulation, whose clients share its machine. Never with "
+            "`class-balance`, workers, or a method of an installed package."
+        ),
+        NotIdentity(),
+    ]
     ray_address: Annotated[
         str,
         Doc("The address of a Ray cluster. Empty: Ray starts on this machine."),
@@ -321,30 +378,21 @@ class SynthesisConfig:
     dtype: Annotated[
         str,
         OneOf("float32", "bfloat16", "float16", "auto"),
-        Doc(
-            "The number format of the networks; auto: the faster of float32 and bfloat16, by a "
-            "measurement."
-        ),
+        Doc("The number format of the networks; auto: the faster of float32 and bfloat16."),
     ]
     attention: Annotated[
         str,
         OneOf("default", "flash", "efficient", "cudnn", "math", "auto"),
-        Doc(
-            "The attention implementation of torch; default: torch chooses; auto: the fastest, "
-            "by a measurement."
-        ),
+        Doc("The attention implementation of torch; default: torch chooses; auto: the fastest."),
     ]
     memory_format: Annotated[
         str,
         OneOf("contiguous", "channels-last", "auto"),
-        Doc("The order of an image's dimensions in memory; auto: the faster, by a measurement."),
+        Doc("The order of an image's dimensions in memory; auto: the faster."),
     ]
     compile: Annotated[
         Switch,
-        Doc(
-            "Whether torch compiles the networks; auto: on a GPU the faster choice, by a "
-            "measurement."
-        ),
+        Doc("Whether torch compiles the networks; auto: on a GPU the faster choice."),
     ]
     solver: Annotated[
         str,
@@ -359,7 +407,7 @@ class SynthesisConfig:
         str,
         Doc(
             "Distilled LoRA weights for few-step sampling: kit (its `lora/`), a file, a folder, "
-            "or a hub id such as `latent-consistency/lcm-lora-sdv1-5`. Empty: none."
+            "or a hub id. Empty: none."
         ),
         SitePath("server"),
         Approximate("", "distilled LoRA weights"),
@@ -367,15 +415,12 @@ class SynthesisConfig:
     base_steps: Annotated[
         int,
         Range(0, 998),
-        Doc("The number of first steps that are taken without the `lora`."),
+        Doc("First steps that are taken without the `lora`."),
     ]
     guided_from: Annotated[
         int,
         Range(0, 1000),
-        Doc(
-            "The lowest timestep with guidance. Outside of the range the prediction is that of "
-            "the condition alone."
-        ),
+        Doc("The lowest timestep with guidance. Outside the range the condition alone predicts."),
         Approximate(0, "guidance only at timesteps {guided_from} to {guided_to}"),
     ]
     guided_to: Annotated[
@@ -388,16 +433,16 @@ class SynthesisConfig:
         int,
         Range(1, 100),
         Doc(
-            "The UNet's inner blocks are computed once in this many steps, and reused in "
-            "between. 1: they are computed in every step."
+            "The UNet's inner blocks are computed once in this many steps, and reused in between. "
+            "1: no reuse."
         ),
         Approximate(1, "the UNet's inner blocks in one of {cache_interval} steps"),
     ]
-    small_decoder: Annotated[
+    tiny_decoder: Annotated[
         str,
         Doc(
             "A tiny autoencoder (TAESD), whose decoder replaces the kit's in classifier "
-            "guidance: kit (its `small_decoder/`), or a folder or hub id such as "
+            "guidance: kit (its `tiny_decoder/`), or a folder or hub id such as "
             "`madebyollin/taesd`. Empty: the kit's decoder."
         ),
         SitePath("server"),
@@ -414,343 +459,6 @@ class SynthesisConfig:
 
 
 @dataclass(frozen=True)
-class PromptsOnlyConfig:
-    """prompts-only: classifier-free guidance on the class prompt."""
-
-    guidance: Annotated[Scale, Doc("Guidance scale.")]
-
-
-@dataclass(frozen=True)
-class PromptsDomainConfig:
-    """prompts-domain: classifier-free guidance on a prompt that names class and domain."""
-
-    guidance: Annotated[Scale, Doc("Guidance scale.")]
-    prompt: Annotated[str, Doc("The prompt; `{domain}` and `{class}` stand for the names.")]
-
-
-@dataclass(frozen=True)
-class ConditionTraining:
-    """The training of a client's conditions through the frozen diffusion model (Adam)."""
-
-    epochs: Annotated[int, Range(1, 100_000), Doc("S: passes over a condition's images.")]
-    steps: Annotated[
-        int,
-        Range(0, 10_000_000),
-        Doc("Training steps per condition, in place of epochs. 0: train for `epochs`."),
-    ]
-    batch_size: Annotated[int, Range(1, 4096), Doc("Images of one condition per step.")]
-    at_once: Annotated[
-        int,
-        Range(1, 100_000),
-        Doc("Conditions that share a UNet batch. Fewer take less memory, with the same result."),
-    ]
-    lr: Annotated[float, Range(1e-8, 1000), Doc("Learning rate of Adam.")]
-
-
-@dataclass(frozen=True)
-class FedDEOConfig(ConditionTraining):
-    """FedDEO: descriptions, one learned condition per class."""
-
-    epochs: Annotated[
-        int,
-        Range(1, 100_000),
-        Doc(
-            "S: passes over a class's images. With epsilon each image is trained on by itself, "
-            "for this many passes, and `steps` and `batch-size` have no effect."
-        ),
-    ]
-    tokens: Annotated[
-        str,
-        OneOf("each", "all"),
-        Doc(
-            "`each`: every token of a description is learned. `all`: a description is its "
-            "prompt's encoding plus one learned vector that is added to every token, with "
-            "Stable Diffusion a 77th of the bytes."
-        ),
-    ]
-    guidance_text: Annotated[
-        Scale, Doc("Guidance scale of the prompt. 0: no guidance by the prompt.")
-    ]
-    guidance_description: Annotated[Scale, Doc("Guidance scale of the description.")]
-
-
-@dataclass(frozen=True)
-class FedLMGConfig:
-    """FedLMG: classifier guidance, and the training of the global models."""
-
-    guidance: Annotated[Scale, Doc("Scale of classifier-free guidance.")]
-    classifier_weight: Annotated[
-        Weight, Doc("Weight of the classifier's cross-entropy in L. 0: without it.")
-    ]
-    bn_weight: Annotated[
-        Weight, Doc("lambda: weight of the BatchNorm statistics' loss in L. 0: without it.")
-    ]
-    bn_statistics: Annotated[
-        str,
-        OneOf("image", "unit"),
-        Doc(
-            "The images whose statistics are compared: each image alone, as in the papers, or a "
-            "whole work unit, which mixes the classes."
-        ),
-    ]
-    gradient_scale: Annotated[float, Range(0, 1e6), Doc("Factor of L's gradient; 1 in the paper.")]
-    gradient: Annotated[
-        str,
-        OneOf("full", "x0"),
-        Doc(
-            "The gradient's path: through the UNet (full), or only to its estimate of the image "
-            "(x0), for half the cost."
-        ),
-        Approximate("full", "the classifier's gradient at x0"),
-    ]
-    strategies: Annotated[
-        str,
-        Doc(
-            "The global models to train, comma-separated: fine-tuning (ft), multi-teacher "
-            "distillation (md) and specific-teacher distillation (sd)."
-        ),
-    ]
-    distillation_weight: Annotated[Weight, Doc("Weight of the teachers' loss in md and sd.")]
-    teacher_mean: Annotated[
-        str,
-        OneOf("known-classes", "plain"),
-        Doc(
-            "The teacher of a class in md: the mean of the clients that hold the class "
-            "(known-classes), or the uniform mean of all clients (plain)."
-        ),
-    ]
-
-
-@dataclass(frozen=True)
-class FedCADOConfig(FedLMGConfig):
-    """FedCADO: FedLMG's guidance, and edits of the initial noise."""
-
-    noise_edits: Annotated[int, Range(0, 10_000), Doc("M: edits of the initial noise.")]
-    noise_edit_lr: Annotated[Weight, Doc("eta: step size of an edit.")]
-
-
-@dataclass(frozen=True)
-class OscarConfig:
-    """OSCAR and oscar-pooled: mean caption encodings."""
-
-    guidance: Annotated[Scale, Doc("Guidance scale.")]
-
-
-@dataclass(frozen=True)
-class EspressoConfig(ConditionTraining):
-    """Espresso: clusters' conditions (C), Gaussian mixtures of the noise (G), Z-Sampling (Z)."""
-
-    clusters: Annotated[int, Range(1, 1000), Doc("J: clusters per class.")]
-    gmm: Annotated[
-        bool,
-        Doc("G: whether z_T is drawn from Gaussian mixtures, in place of standard Gaussian noise."),
-    ]
-    components: Annotated[int, Range(1, 1000), Doc("M: components of a mixture.")]
-    mixture_fit: Annotated[
-        str,
-        OneOf("closed", "sampled"),
-        Doc(
-            "The data that mixtures are fitted to: clean latents, then diffused forward in "
-            "closed form (closed), or samples of noisy latents, as the paper says (sampled)."
-        ),
-    ]
-    noise_draws: Annotated[
-        int, Range(1, 10_000), Doc("With mixture-fit = sampled: noise samples per latent.")
-    ]
-    z_sampling: Annotated[bool, Doc("Z: whether sampling uses zig-zags.")]
-    z_threshold: Annotated[int, Range(0, 1000), Doc("T_z: zig-zags happen at timesteps above it.")]
-    guidance: Annotated[Scale, Doc("gamma_1: guidance scale of a denoising step.")]
-    inversion_guidance: Annotated[
-        Scale, Doc("gamma_2: guidance scale of a zig-zag's inversion step.")
-    ]
-
-
-@dataclass(frozen=True)
-class FGLConfig:
-    """FGL: captions as prompts."""
-
-    guidance: Annotated[Scale, Doc("Guidance scale.")]
-    prompt: Annotated[str, Doc("The prompt; `{class}` and `{caption}` stand for the texts.")]
-    negative_prompt: Annotated[str, Doc("The negative prompt, which guidance leads away from.")]
-
-
-@dataclass(frozen=True)
-class FedDISCConfig:
-    """FedDISC: cluster centers of image embeddings."""
-
-    kit: Annotated[
-        str, Doc("A Stable unCLIP folder or hub id. Empty: the run's kit."), SitePath("client")
-    ]
-    clusters: Annotated[int, Range(1, 1000), Doc("K: clusters per class.")]
-    noise_level: Annotated[int, Range(0, 999), Doc("Timestep of the noise on image embeddings.")]
-    guidance_cluster: Annotated[Scale, Doc("Guidance scale of a cluster's center.")]
-    guidance_domain: Annotated[Scale, Doc("Guidance scale of a class's mean.")]
-
-
-@dataclass(frozen=True)
-class FedBiPConfig:
-    """FedBiP: learned words for domain and class, and interpolated latents."""
-
-    epochs: Annotated[int, Range(1, 100_000), Doc("Passes over the client's images.")]
-    steps: Annotated[
-        int, Range(0, 10_000_000), Doc("Training steps, in place of epochs. 0: train for `epochs`.")
-    ]
-    batch_size: Annotated[int, Range(1, 4096), Doc("Images per step.")]
-    lr: Annotated[float, Range(1e-8, 1000), Doc("Learning rate of Adam.")]
-    guidance: Annotated[Scale, Doc("Guidance scale.")]
-    domain_noise: Annotated[Scale, Doc("Standard deviation of the noise on the domain's word.")]
-
-
-@dataclass(frozen=True)
-class DomainVectorConfig:
-    """domain-vector: one learned vector of the client's domain for all of its classes."""
-
-    epochs: Annotated[
-        int,
-        Range(1, 100_000),
-        Doc(
-            "Passes over the client's images. With epsilon each image is trained on by itself, "
-            "for this many passes, and `steps` and `batch-size` have no effect."
-        ),
-    ]
-    steps: Annotated[
-        int, Range(0, 10_000_000), Doc("Training steps, in place of epochs. 0: train for `epochs`.")
-    ]
-    batch_size: Annotated[int, Range(1, 4096), Doc("Images per step.")]
-    lr: Annotated[
-        float, Range(1e-8, 1000), Doc("Learning rate of Adam at the first step. It decays to 0.")
-    ]
-    class_lr: Annotated[
-        Weight,
-        Doc("Learning rate of a further vector per class. 0: classes have none, and send none."),
-    ]
-    tokens: Annotated[
-        str,
-        OneOf("each", "all"),
-        Doc(
-            "`each`: every token of a condition has a vector of its own. `all`: all tokens "
-            "share one."
-        ),
-    ]
-    guidance: Annotated[Scale, Doc("Guidance scale.")]
-    classes: Annotated[
-        str,
-        OneOf("held", "all"),
-        Doc(
-            "The classes that are synthesized in a client's domain: those that it holds (held), "
-            "or all of the run's (all)."
-        ),
-    ]
-
-
-@dataclass(frozen=True)
-class VotesConfig:
-    """votes: each image votes for the prompt that fits it best."""
-
-    candidates: Annotated[
-        str,
-        ManyNames(),
-        Doc("The names of the candidate domains, comma-separated, at most 256."),
-    ]
-    electorate: Annotated[
-        str,
-        OneOf("class", "client"),
-        Doc(
-            "The aggregation granularity of the votes: per class, or over all classes of a client."
-        ),
-    ]
-    draws: Annotated[
-        int, Range(1, 1000), Doc("Timesteps at which an image is compared with a prompt.")
-    ]
-    batch_size: Annotated[int, Range(1, 4096), Doc("Images per batch.")]
-    prompt: Annotated[str, Doc("The prompt; `{domain}` and `{class}` stand for the names.")]
-    guidance: Annotated[Scale, Doc("Guidance scale.")]
-
-    @property
-    def words(self) -> tuple[str, ...]:
-        """The candidate domains, in order."""
-        return split_names(self.candidates)
-
-
-@dataclass(frozen=True)
-class FedCGSConfig:
-    """FedCGS: a head in closed form, on the frozen features of `[classifier]`'s initial weights."""
-
-    shrinkage: Annotated[
-        float,
-        Range(0.0, 1.0),
-        Doc(
-            "gamma: shrinkage of the features' covariance towards a multiple of the identity. "
-            "0: none."
-        ),
-    ]
-
-
-@dataclass(frozen=True)
-class FedPFTConfig:
-    """FedPFT: Gaussian mixtures of the frozen features of `[classifier]`'s initial weights."""
-
-    components: Annotated[int, Range(1, 1000), Doc("K: Gaussians per class.")]
-    covariance: Annotated[
-        str,
-        OneOf("spherical", "diag"),
-        Doc(
-            "The variances of a Gaussian: one for all features (spherical), or one per feature "
-            "(diag)."
-        ),
-    ]
-    samples: Annotated[
-        int,
-        Range(1, 100_000),
-        Doc(
-            "Upper bound on the features that are drawn per client and class. The class's "
-            "weight is its number of images all the same."
-        ),
-    ]
-    inverse_penalty: Annotated[
-        float, Range(1e-6, 1e6), Doc("C: the factor by which the head's L2 penalty is divided.")
-    ]
-    iterations: Annotated[
-        int, Range(1, 1_000_000), Doc("Upper bound on the iterations of the head's training.")
-    ]
-
-
-@dataclass(frozen=True)
-class RoundsConfig:
-    """Iterative baselines: fedavg, fedprox, feddyn and feddf. Clients train as `[classifier]` says.
-
-    The result of FedDF is a model of `global-model.architecture`.
-    """
-
-    count: Annotated[int, Range(1, 100_000), Doc("Rounds.")]
-    local_epochs: Annotated[
-        int, Range(1, 10_000), Doc("A client's passes over its images per round.")
-    ]
-    proximal_mu: Annotated[Weight, Doc("FedProx: weight of the distance to the global model.")]
-    dyn_alpha: Annotated[float, Range(1e-8, 1e4), Doc("FedDyn: weight of the dynamic regularizer.")]
-    proxy: Annotated[
-        str,
-        Doc(
-            "FedDF: the server's unlabeled proxy images: public (the digits' public split), or "
-            "the absolute path of a folder of images."
-        ),
-        SitePath("server"),
-    ]
-    proxy_images: Annotated[
-        int,
-        Range(2, 10_000_000),
-        Doc("FedDF: the number of proxy images, a seeded sample; all of them if there are fewer."),
-    ]
-    distillation_steps: Annotated[
-        int, Range(1, 1_000_000), Doc("FedDF: distillation steps after every round.")
-    ]
-    distillation_batch_size: Annotated[
-        int, Range(2, 65_536), Doc("FedDF: images per distillation step.")
-    ]
-    distillation_lr: Annotated[float, Range(1e-8, 100), Doc("FedDF: learning rate of Adam.")]
-
-
-@dataclass(frozen=True)
 class RunConfig:
     """Settings that are equal on all nodes of a run."""
 
@@ -758,65 +466,58 @@ class RunConfig:
     job_id: Annotated[
         str,
         Doc(
-            "The name of the run's folder. The same id again resumes the run. Empty: the method "
-            "and Flower's run id."
+            "The name of the run's folder. The same id resumes the run. Empty: method and "
+            "Flower's run id."
         ),
         NotIdentity(),
     ]
     seed: Annotated[
         int,
         Range(0, 2**31 - 1),
-        Doc("The seed of the run's randomness. Noise for privacy comes from the operating system."),
+        Doc("Seed of the run's randomness, except the noise for privacy."),
     ]
     num_clients: Annotated[
         int,
         Range(1, 100_000),
-        Doc(
-            "The number of clients to wait for, and of a simulation's clients. Further nodes "
-            "are standby clients."
-        ),
+        Doc("Clients to wait for, and a simulation's clients. Further nodes are standby clients."),
     ]
     min_clients: Annotated[
         int,
         Range(0, 100_000),
-        Doc(
-            "The number of payloads with which the run continues at the deadline. 0: all are "
-            "required."
-        ),
+        Doc("Payloads with which the run continues at the deadline. 0: all."),
         NotIdentity(),
     ]
     epsilon: Annotated[
         float,
         Range(0, 20),
         Doc(
-            "Differential privacy of a client's payload, for the replacement of one image. 0: "
-            "no guarantee. docs/privacy.md lists the methods that give one, and what it covers."
+            "Differential privacy of a client's payload, for the replacement of one image "
+            "(docs/privacy.md). 0: no guarantee."
         ),
     ]
     delta: Annotated[
         float,
         Range(1e-9, 0.01),
         Doc(
-            "With `epsilon`: the probability that the guarantee fails. It should be far below 1 "
-            "/ number of images. `votes` has no delta."
+            "With `epsilon`: the probability that the guarantee fails, far below 1 / number of "
+            "images. `votes` has none."
         ),
     ]
     clip_norm: Annotated[
         float,
         Range(1e-6, 1e6),
         Doc(
-            "With `epsilon`: the clipping bound of an image's contribution to a mean. Its "
-            "unit is the mean distance of the class prompts' encodings from their mean; for "
-            "FedDISC's and FedPFT's vectors, the square root of their dimension. A smaller "
-            "bound means less noise, and more bias."
+            "With `epsilon`: the clipping bound of an image's contribution to a mean, in units of "
+            "the mean distance of the class prompts' encodings from their mean (FedDISC, FedPFT: "
+            "the square root of the dimension). Smaller: less noise, more bias."
         ),
     ]
     clip_gradient: Annotated[
         float,
         Range(1e-6, 1e6),
         Doc(
-            "With `epsilon`, for classifiers: the clipping bound of the gradient of each image "
-            "(DP-SGD). A smaller bound means less noise, and more bias."
+            "With `epsilon`, for classifiers: the clipping bound of each image's gradient "
+            "(DP-SGD). Smaller: less noise, more bias."
         ),
     ]
     payload_codec: Annotated[
@@ -824,16 +525,15 @@ class RunConfig:
         OneOf("raw", "float16", "int8", "int4"),
         Doc(
             "The encoding of a payload's numbers: raw (float32), float16, or int8 and int4 in "
-            "blocks of 64 with a scale each, deflated. Variances are sent in float16 at least; "
-            "shares, counts and tensors of one dimension are sent raw."
+            "blocks of 64 with a scale each, deflated. Variances have float16 at least; shares, "
+            "counts and tensors of one dimension are raw."
         ),
     ]
     sealing_key: Annotated[
         str,
         Doc(
-            "Absolute path on the server of the private key that payloads are sealed to (made "
-            "by `osfl certs sealing`). The SuperLink then holds only ciphertext. Empty: "
-            "payloads are not sealed."
+            "Absolute path on the server of the private key that payloads are sealed to (`osfl "
+            "certs sealing`). Empty: not sealed."
         ),
         SitePath("server"),
         NotIdentity(),
@@ -841,70 +541,139 @@ class RunConfig:
     sealed_store: Annotated[
         bool,
         Doc(
-            "Whether sealed payloads stay sealed in the run's folder, and are opened only in "
-            "memory. Resuming the run requires the same key. Not with synthesis.workers."
+            "Whether sealed payloads stay sealed in the run's folder. Resuming requires the same "
+            "key. Not with synthesis.workers."
         ),
         NotIdentity(),
     ]
-    label_check: Annotated[
+    secure_sum: Annotated[
+        bool,
+        Doc(
+            "Whether the server learns only the sum of all clients' payloads (docs/privacy.md). "
+            "For fedcgs, latent-gaussian, oscar, oscar-pooled, votes, domain-vector without "
+            "`class-lr`, and feddeo with `epsilon`."
+        ),
+    ]
+    secure_sum_images: Annotated[
+        int,
+        Range(1, 10**6),
+        Doc(
+            "In a secure sum, upper bound on a client's training images. A lower bound gives more "
+            "precise sums."
+        ),
+    ]
+    secure_sum_bound: Annotated[
+        float,
+        Range(0, 1e6),
+        Doc(
+            "In a secure sum, upper bound on the magnitude of each of an image's numbers. A lower "
+            "bound gives more precise sums. 0: the method's (fedcgs 32, others 64)."
+        ),
+    ]
+    payloads_from: Annotated[
+        str,
+        Doc("A run (folder or job id) whose payloads are used again. Clients only test."),
+        SitePath("server"),
+        NotIdentity(),
+    ]
+    continue_from: Annotated[
+        str,
+        Doc(
+            "A run (folder or job id) to continue: its payloads and images are kept, and only "
+            "clients that it lacks are asked."
+        ),
+        SitePath("server"),
+        NotIdentity(),
+    ]
+    new_clients: Annotated[
+        int,
+        Range(0, 100_000),
+        Doc(
+            "With `continue-from`, in place of num-clients: new clients to wait for. After "
+            "join-timeout one is enough. 0: num-clients."
+        ),
+        NotIdentity(),
+    ]
+    continue_from_model: Annotated[
+        bool,
+        Doc("With `continue-from`: train from that run's models, not anew."),
+        NotIdentity(),
+    ]
+    replace_clients: Annotated[
+        str,
+        ManyNames(),
+        Doc("With `continue-from`: clients, comma-separated, whose payload a new one replaces."),
+        NotIdentity(),
+    ]
+    label_filter: Annotated[
         str,
         OneOf("none", "filter", "soft"),
         Doc(
-            "Noisy-label filtering of synthetic images by cross-fitting: classifiers trained "
-            "on one half of the images score the other half. `filter` drops images that they "
-            "assign to another class; `soft` also trains on their predictions. These "
-            "classifiers are trained like the global model. Not with FedLMG and FedCADO, "
-            "which have teachers."
+            "Noisy-label filtering of synthetic images by cross-fitting: classifiers trained on "
+            "one half of the images score the other half. `filter` drops images that they assign "
+            "to another class; `soft` also trains on their predictions. Not with FedLMG and "
+            "FedCADO."
         ),
+        ServerKey(),
     ]
-    robust: Annotated[
+    defense: Annotated[
         str,
-        OneOf("off", "report", "exclude"),
+        OneOf("off", *DEFENSES),
         Doc(
-            "The defense against malicious (label-flipping) clients by label consistency: a "
-            "diffusion classifier, the kit, scores whether a client's synthetic images show "
-            "their class. `report` lists suspicious clients and classes, and trains with "
-            "them; `exclude` trains without them. Classes that the kit does not know are not "
-            "scored. Not with methods that synthesize no images from payloads, nor with "
-            "FedDISC."
+            "The defense against malicious (label-flipping) clients (docs/robustness.md): "
+            "`label-consistency` trains without suspicious clients and classes; "
+            "`label-consistency-report` only lists them."
         ),
+        ServerKey(),
     ]
-    influence: Annotated[
+    client_contribution: Annotated[
         bool,
         Doc(
-            "Whether the server estimates each client's contribution by leave-one-out "
-            "retraining, for 3 to 20 clients. The retraining is without label-check and "
-            "teachers. Repeating a finished run with this key adds the table. Not with methods "
-            "that synthesize no images from payloads."
+            "Whether the server estimates each client's contribution by leave-one-out retraining, "
+            "for 3 to 20 clients. Not with methods that synthesize no images from payloads."
         ),
         NotIdentity(),
     ]
     class_balance: Annotated[
         bool,
         Doc(
-            "Whether the server synthesizes equally many images of every class: as many as of "
-            "the class that most clients hold. Otherwise it synthesizes images-per-class for "
-            "each client that holds the class. For label skew. Not if every class is "
-            "synthesized for every client."
+            "Whether the server synthesizes equally many images of every class: as many as of the "
+            "class that most clients hold. Not if every class is synthesized for every client."
         ),
+        ServerKey(),
     ]
-    left_out: Annotated[
+    held_out: Annotated[
         str,
         ManyNames(),
         Doc(
-            "Names of clients, comma-separated, that do not train: they alone test the global "
-            "models (leave-one-domain-out). They count towards num-clients."
+            "Clients, comma-separated, that do not train: they alone test the global models "
+            "(leave-one-domain-out). They count towards num-clients."
         ),
+    ]
+    advise: Annotated[
+        bool,
+        Doc(
+            "Whether clients only measure how well three kinds of frozen models know their images "
+            "(`osfl advise`)."
+        ),
+        NotIdentity(),
+    ]
+    local_baseline: Annotated[
+        bool,
+        Doc(
+            "Whether clients also train the global model's recipe on their own images alone, and "
+            "test that model, for the report's gains. Not with an epsilon, nor with `local`."
+        ),
+        NotIdentity(),
     ]
     public_domains: Annotated[
         str,
         ManyNames(),
         Doc(
-            "Names of domains, comma-separated, in which the server synthesizes every class "
-            "beside the clients' images, by `prompts-domain.prompt` and without client data. "
-            "This helps users from a domain that no client has, if the kit knows its name. Not "
-            "with FedLMG and FedCADO, whose images have teachers, nor with FedDISC."
+            "Domains, comma-separated, in which the server also synthesizes every class, by "
+            "`prompts-domain.prompt` without client data. Not with FedLMG, FedCADO and FedDISC."
         ),
+        ServerKey(),
     ]
     join_timeout: Annotated[
         float, Range(1, 1e7), Doc("Seconds to wait for clients to join."), NotIdentity()
@@ -912,13 +681,19 @@ class RunConfig:
     deadline: Annotated[
         float,
         Range(1, 1e7),
-        Doc("Seconds to wait for payloads. The default is ten hours."),
+        Doc("Seconds to wait for payloads."),
         NotIdentity(),
     ]
     test_timeout: Annotated[
         float,
         Range(1, 1e7),
         Doc("Seconds to wait for the clients' test of each global model."),
+        NotIdentity(),
+    ]
+    test_specificity: Annotated[
+        float,
+        Range(0.5, 0.999),
+        Doc("The specificity at which the report states a model's sensitivity for each class."),
         NotIdentity(),
     ]
     max_payload_mb: Annotated[
@@ -931,8 +706,8 @@ class RunConfig:
         int,
         Range(1, 10**9),
         Doc(
-            "Upper bound on the number of training images that a client may report, and of test "
-            "images that it may test on. A client that reports more is refused."
+            "Upper bound on a client's reported training images, beyond which it is refused, and "
+            "on its test images."
         ),
         NotIdentity(),
     ]
@@ -940,11 +715,11 @@ class RunConfig:
         float,
         Range(0, 1e9),
         Doc(
-            "Cap on a client's weight: its image count, in total and per class, is capped at "
-            "this multiple of the other clients' median. At least 1; 0: no cap. It affects "
-            "methods that weight clients by their images (fedcgs, fedpft, fedavg, fedprox, "
-            "feddf)."
+            "Cap on a client's image count, in total and per class: this multiple of the other "
+            "clients' median. At least 1; 0: no cap. For methods that weight clients by their "
+            "images (fedcgs, fedpft, fedavg, fedprox, feddf)."
         ),
+        ServerKey(),
     ]
     runs_dir: Annotated[
         str,
@@ -954,12 +729,33 @@ class RunConfig:
         SitePath("server"),
         NotIdentity(),
     ]
+    signatures: Annotated[
+        str,
+        Doc("Signatures of the run, which `osfl run --signed` sets."),
+        NotIdentity(),
+    ]
+    tracking: Annotated[
+        str,
+        Doc(
+            "Where the server logs the run: `tensorboard` (in the run's folder), `mlflow`, or "
+            "both, comma-separated."
+        ),
+        NotIdentity(),
+    ]
+    mlflow_uri: Annotated[
+        str,
+        Doc(
+            "The MLflow server or store, without credentials (docs/running-tracking.md). Empty: "
+            "the server's $MLFLOW_TRACKING_URI."
+        ),
+        SitePath("server"),
+        NotIdentity(),
+    ]
     kit: Annotated[
         str,
         Doc(
             "The model bundle (kit) with the base diffusion model: a shipped kit, an absolute "
-            "path, or a hub id such as `stable-diffusion-v1-5/stable-diffusion-v1-5`, "
-            "optionally with `@REVISION`. The node-config's kit takes precedence."
+            "path, or a hub id, optionally with `@REVISION`. The node-config's takes precedence."
         ),
         SitePath("client"),
         SitePath("client"),
@@ -992,24 +788,30 @@ class RunConfig:
     ]
     data: DataConfig
     classifier: Annotated[ClassifierConfig, Doc("The clients' classifiers.")]
-    global_model: Annotated[ClassifierConfig, Doc("The server's global model.")]
-    adaptation: AdaptationConfig
-    synthesis: SynthesisConfig
+    global_model: Annotated[ClassifierConfig, Doc("The server's global model."), ServerKey()]
+    personalization: PersonalizationConfig
+    synthesis: Annotated[SynthesisConfig, ServerKey()]
     prompts_only: PromptsOnlyConfig
-    prompts_domain: PromptsDomainConfig
+    prompts_domain: Annotated[PromptsDomainConfig, ServerKey()]
     feddeo: FedDEOConfig
-    fedlmg: FedLMGConfig
-    fedcado: FedCADOConfig
+    fedlmg: Annotated[FedLMGConfig, ServerKey()]
+    fedcado: Annotated[FedCADOConfig, ServerKey()]
     oscar: OscarConfig
     espresso: EspressoConfig
-    fgl: FGLConfig
+    fedld: FedLDConfig
+    latent_gaussian: LatentGaussianConfig
+    fgl: Annotated[FGLConfig, ServerKey()]
     feddisc: FedDISCConfig
     fedbip: FedBiPConfig
     domain_vector: DomainVectorConfig
     votes: VotesConfig
     fedcgs: FedCGSConfig
     fedpft: FedPFTConfig
+    zero_shot: Annotated[ZeroShotConfig, ServerKey()]
+    real_and_synthetic: Annotated[RealAndSyntheticConfig, ServerKey()]
     rounds: RoundsConfig
+    # The section of a method that an installed package adds; None with other methods
+    installed_settings: Any = None
 
     def prompts(self, names: Iterable[str]) -> list[str]:
         """Return the prompt of every class."""
@@ -1019,15 +821,34 @@ class RunConfig:
         ]
 
     @property
+    def summand_bound(self) -> float:
+        """The upper bound on the magnitude of an image's numbers in a secure sum."""
+        return self.secure_sum_bound or METHODS[self.method].summand_bound
+
+    @property
     def guaranteed_delta(self) -> float:
         """The guarantee's delta; 0 without a guarantee, or for one without a delta."""
         approximate = METHODS[self.method].privacy == "approximate"
         return self.delta if self.epsilon and approximate else 0.0
 
     @property
+    def method_settings(self) -> Any:
+        """The section of the run's method; None if it has none."""
+        method = METHODS[self.method]
+        if method.settings:
+            return self.installed_settings
+        return getattr(self, method.section.replace("-", "_"), None)
+
+    @property
     def sampling_kit(self) -> str:
-        """The kit of the diffusion model that samples; FedDISC may have its own."""
-        return (self.feddisc.kit if self.method == "feddisc" else "") or self.kit
+        """The kit of the diffusion model that samples; a method may have its own."""
+        return getattr(self.method_settings, "kit", "") or self.kit
+
+    @property
+    def sampling_kit_key(self) -> str:
+        """The key that names `sampling_kit`."""
+        has_kit = bool(getattr(self.method_settings, "kit", ""))
+        return f"{METHODS[self.method].section}.kit" if has_kit else "kit"
 
     @property
     def needed_clients(self) -> int:
@@ -1035,9 +856,9 @@ class RunConfig:
         return self.min_clients or self.training_clients
 
     @property
-    def left_out_clients(self) -> tuple[str, ...]:
-        """The left-out clients, which only test."""
-        return split_names(self.left_out)
+    def held_out_clients(self) -> tuple[str, ...]:
+        """The held-out clients, which only test."""
+        return split_names(self.held_out)
 
     @property
     def public_domain_names(self) -> tuple[str, ...]:
@@ -1047,7 +868,7 @@ class RunConfig:
     @property
     def training_clients(self) -> int:
         """The number of clients whose images train the global model."""
-        return self.num_clients - len(self.left_out_clients)
+        return self.num_clients - len(self.held_out_clients)
 
 
 @dataclass(frozen=True)
@@ -1062,6 +883,14 @@ class NodeConfig:
     ] = -1
     num_partitions: Annotated[int, Doc("The number of parts.")] = 0
     client_id: Annotated[str, Doc("The client's name. Empty: `client-<partition-id>`.")] = ""
+    method: Annotated[
+        str,
+        Doc(
+            "In a mixed run, the kind of payload that this site sends: one of `mixed.methods`, or "
+            "`auto` (docs/methods.md)."
+        ),
+        NotIdentity(),
+    ] = "auto"
     data_dir: Annotated[
         str,
         Doc(
@@ -1072,10 +901,9 @@ class NodeConfig:
     allowed_dirs: Annotated[
         str,
         Doc(
-            "Absolute folders, comma-separated. A path in a run's settings must be inside one "
-            "of them, after links are followed, or this site refuses it. Shipped kits and the "
-            "hub's cache are always allowed. Empty: `$OSFL_ALLOWED_DIRS`, or else no further "
-            "folder."
+            "Absolute folders, comma-separated. This site refuses paths in a run's settings "
+            "outside them, after links are followed. Shipped kits and the hub's cache are always "
+            "allowed. Empty: `$OSFL_ALLOWED_DIRS`, or else no further folder."
         ),
         NotIdentity(),
     ] = ""
@@ -1093,6 +921,12 @@ class NodeConfig:
     domain: Annotated[
         str, Doc("The name of the client's domain, for prompts-domain. Empty: the simulation's.")
     ] = ""
+    role: Annotated[
+        str,
+        OneOf(TRAIN_AND_TEST, TEST_ONLY),
+        Doc("`test`: this site sends no payload and only tests."),
+        NotIdentity(),
+    ] = TRAIN_AND_TEST
     cache_dir: Annotated[
         str,
         Doc(
@@ -1105,9 +939,8 @@ class NodeConfig:
     ledger_dir: Annotated[
         str,
         Doc(
-            "An absolute path: the folder of the privacy ledger, which sums every epsilon that "
-            "was spent. It must outlive the cache. Empty: `$OSFL_STATE`, or else "
-            "`~/.osfl/state`."
+            "An absolute path: the folder of the privacy ledger, which must outlive the cache. "
+            "Empty: `$OSFL_STATE`, or else `~/.osfl/state`."
         ),
         NotIdentity(),
     ] = ""
@@ -1140,17 +973,37 @@ class NodeConfig:
         Range(0, 1000),
         Doc(
             "The privacy budget: the most `epsilon` that the payloads of all jobs together may "
-            "spend. Then the client refuses. A run without an epsilon, or with a method without "
-            "a guarantee, is refused at once. `ledger-dir` keeps what was spent under "
-            "`client-id`, which is required. 0: no limit."
+            "spend. A run without an epsilon, or with a method without a guarantee, is refused. "
+            "Requires `client-id`, under which `ledger-dir` keeps the sum. 0: no limit."
         ),
         NotIdentity(),
     ] = 0.0
     seal_to: Annotated[
         str,
         Doc(
-            "The fingerprint of the server's sealing key, 64 hex digits: this site sends only "
-            "payloads that are sealed to that key. Empty: the run's key is accepted, or none."
+            "The fingerprint of the server's sealing key, 64 hex digits: this site seals every "
+            "payload to it. Empty: to the run's key, if any."
+        ),
+        NotIdentity(),
+    ] = ""
+    secure_sum: Annotated[
+        bool,
+        Doc("Whether this site sends payloads only as summands of a secure sum."),
+        NotIdentity(),
+    ] = False
+    secure_sum_key: Annotated[
+        str,
+        Doc(
+            "An absolute path: the private key (`osfl certs signer`) with which this site signs "
+            "its key of each secure sum. Empty: unsigned."
+        ),
+        NotIdentity(),
+    ] = ""
+    secure_sum_peers: Annotated[
+        str,
+        Doc(
+            "An absolute path: a file with a line `ssh-ed25519 KEY CLIENT-ID` for each site with "
+            "which this one takes part in a secure sum. Others are refused. Empty: any."
         ),
         NotIdentity(),
     ] = ""
@@ -1158,26 +1011,43 @@ class NodeConfig:
         int,
         Range(1, 1_000_000),
         Doc(
-            "Classes with fewer training images on this node are left out of the payload, "
-            "because a condition learned from one image nearly is that image. `adaptation` "
-            "leaves them out, too. The test's confusion matrix includes them."
+            "Classes with fewer training images on this node are left out of the payload and of "
+            "`personalization`, not of the test's confusion matrix (docs/privacy.md)."
         ),
     ] = 1
     models_dir: Annotated[
         str,
         Doc(
             "An absolute path: the folder in which this site keeps the global models, as "
-            "`<job>-<model>-<client>.safetensors`, and with `adaptation.steps` the adapted "
-            "ones, with `-adapted` before the ending. Empty: it keeps none."
+            "`<job>-<model>-<client>.safetensors`, and with `personalization.steps` the adapted "
+            "ones (`-adapted`). Empty: none."
+        ),
+        NotIdentity(),
+    ] = ""
+    predictions_dir: Annotated[
+        str,
+        Doc(
+            "An absolute path: the folder in which this site keeps, in "
+            "`<job>-<model>-<client>.csv`, the classes and probabilities of each test image, "
+            "under the SHA-256 of its path. Empty: none."
+        ),
+        NotIdentity(),
+    ] = ""
+    comparison_dir: Annotated[
+        str,
+        Doc(
+            "An absolute path: the folder in which this site keeps `<job>-<client>.html`, with "
+            "images of its own beside synthetic ones, which it asks the server for. Empty: none."
         ),
         NotIdentity(),
     ] = ""
     test_results: Annotated[
         str,
-        OneOf("exact", "off", ""),
+        OneOf("exact", "confusion", "off", ""),
         Doc(
-            "Whether this site answers a test of a global model with its confusion matrix, "
-            "which no guarantee covers: exact, or off. Empty: off if `epsilon` or "
+            "This site's answer to a test of a global model, which no guarantee covers: exact "
+            "(the confusion matrix and, without an epsilon, score histograms), confusion (the "
+            "matrix alone, and no `local-baseline`), or off. Empty: off if `epsilon` or "
             "`epsilon-total` is set here, or else exact."
         ),
         NotIdentity(),
@@ -1206,6 +1076,20 @@ class NodeConfig:
         return bool(self.epsilon or self.epsilon_total)
 
     @property
+    def tests_only(self) -> bool:
+        """Return whether this site takes part in tests alone: it trains nothing."""
+        return self.role == TEST_ONLY
+
+    @property
     def sends_test_results(self) -> bool:
         """Return whether this site sends the confusion matrix of a global model."""
-        return (self.test_results or ("off" if self.requires_guarantee else "exact")) == "exact"
+        return self._sent_results != "off"
+
+    @property
+    def sends_exact_results(self) -> bool:
+        """Return whether this site sends more of a test than the confusion matrix."""
+        return self._sent_results == "exact"
+
+    @property
+    def _sent_results(self) -> str:
+        return self.test_results or ("off" if self.requires_guarantee else "exact")

@@ -10,7 +10,7 @@ from typing import Any
 
 import tomli
 
-from osfl.config.markers import ConfigError
+from osfl.util.markers import ConfigError
 from osfl.util.text import quote, sanitize
 
 MAX_BYTES = 2**20
@@ -32,8 +32,8 @@ def read_toml(file: Path, name: str = "") -> dict[str, Any]:
     """
     name = sanitize(name or file, 1000)
     try:
-        with open(file, "rb") as opened:
-            content = opened.read(MAX_BYTES + 1)
+        with open(file, "rb") as stream:
+            content = stream.read(MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"{name}: cannot be read: {sanitize(error.strerror)}") from None
     if len(content) > MAX_BYTES:

@@ -18,12 +18,13 @@ The public corpus is long-tailed like the web: 75 % photographs, mostly captione
 style (`DOMAIN_SLICES`).
 """
 
-from functools import lru_cache
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from importlib.util import find_spec
+from pathlib import Path
 
-import datasets
 import numpy as np
-from PIL import Image
-from sklearn.datasets import load_digits
 
 from osfl.data.render import CLASSES, DOMAIN_SLICES, STYLES, WHOLE_STYLE, render
 
@@ -40,20 +41,56 @@ PHOTO_CAPTIONS = (0.85, 0.12, 0.03)
 STYLE_CAPTIONS = (0.09, 0.88, 0.03)
 SEED = 20_26
 
-_FEATURES = datasets.Features(
-    {
-        "image": datasets.Image(),
-        "label": datasets.ClassLabel(names=list(CLASSES)),
-        "domain": datasets.Value("string"),
-        "source": datasets.Value("int32"),
-        "caption": datasets.Value("string"),
-    }
-)
+
+@dataclass(frozen=True)
+class Digits:
+    """Rendered digits, with one entry per image in each field.
+
+    Attributes:
+        images: [N, 32, 32, 3] uint8 RGB.
+        labels: [N] int64.
+        domains: the styles.
+        sources: [N] int64, indices of the scans.
+        captions: "" for images without one.
+    """
+
+    images: np.ndarray
+    labels: np.ndarray
+    domains: Sequence[str]
+    sources: np.ndarray
+    captions: Sequence[str]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def select(self, rows: Sequence[int] | np.ndarray) -> "Digits":
+        """Return the images with these numbers."""
+        return Digits(
+            self.images[rows],
+            self.labels[rows],
+            [self.domains[row] for row in rows],
+            self.sources[rows],
+            [self.captions[row] for row in rows],
+        )
+
+
+@cache
+def load_scans() -> tuple[np.ndarray, np.ndarray]:
+    """Read scikit-learn's scans [1797, 8, 8], in 0 to 16, and their labels [1797].
+
+    As `sklearn.datasets.load_digits`, whose import takes seconds in each client's process.
+    """
+    library = find_spec("sklearn")
+    if library is None or library.origin is None:
+        raise ModuleNotFoundError("the digits require scikit-learn: pip install scikit-learn")
+    file = Path(library.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    rows = np.loadtxt(file, delimiter=",")
+    return rows[:, :-1].reshape(-1, 8, 8), rows[:, -1].astype(int)
 
 
 def split_sources() -> dict[str, np.ndarray]:
     """Partition scikit-learn's 1,797 digits by class, and return their indices per split."""
-    labels = load_digits().target
+    _, labels = load_scans()
     rng = np.random.default_rng(SEED)
     private_count = IMAGES_PER_CLASS * len(STYLES)
     parts: dict[str, list[np.ndarray]] = {"public": [], "private": [], "test": []}
@@ -66,8 +103,8 @@ def split_sources() -> dict[str, np.ndarray]:
 
 
 @lru_cache(maxsize=len(SPLITS))
-def load_split(split: str) -> datasets.Dataset:
-    """Return a split as a data set with the columns image, label, domain, source and caption.
+def load_split(split: str) -> Digits:
+    """Render a split.
 
     The images are the same on every call and machine. Only the public split has captions.
 
@@ -76,22 +113,21 @@ def load_split(split: str) -> datasets.Dataset:
     """
     if split not in SPLITS:
         raise ValueError(f"split={split!r}: the digits have the splits {', '.join(SPLITS)}")
-    scans = load_digits()
+    scans, labels = load_scans()
     rng = np.random.default_rng([SEED, SPLITS.index(split)])
-    rows = (
-        _public_rows(scans.target, rng) if split == "public" else _domain_rows(split, scans.target)
-    )
-    columns: dict[str, list] = {name: [] for name in _FEATURES}
-    for source, style, caption in rows:
+    rows = _public_rows(labels, rng) if split == "public" else _domain_rows(split, labels)
+    images = []
+    for source, style, _ in rows:
         ranges = WHOLE_STYLE if split == "public" else DOMAIN_SLICES[style]
-        columns["image"].append(
-            Image.fromarray(render(scans.images[source] / 16, style, ranges, rng))
-        )
-        columns["label"].append(int(scans.target[source]))
-        columns["domain"].append(style)
-        columns["source"].append(int(source))
-        columns["caption"].append(caption)
-    return datasets.Dataset.from_dict(columns, features=_FEATURES)
+        images.append(render(scans[source] / 16, style, ranges, rng))
+    sources = np.array([source for source, _, _ in rows])
+    return Digits(
+        np.stack(images),
+        labels[sources],
+        [style for _, style, _ in rows],
+        sources,
+        [caption for _, _, caption in rows],
+    )
 
 
 def _domain_rows(split: str, labels: np.ndarray) -> list[tuple[int, str, str]]:
@@ -122,11 +158,11 @@ def _validation_sources(labels: np.ndarray) -> np.ndarray:
 def _public_rows(labels: np.ndarray, rng: np.random.Generator) -> list[tuple[int, str, str]]:
     """Return (source, style, caption) for each image of the long-tailed public corpus."""
     sources = split_sources()["public"]
-    others = STYLES[1:]
+    rare_styles = STYLES[1:]
     rows = []
     for _ in range(PUBLIC_IMAGES):
         source = int(rng.choice(sources))
-        style = STYLES[0] if rng.random() < PHOTO_SHARE else str(rng.choice(others))
+        style = STYLES[0] if rng.random() < PHOTO_SHARE else str(rng.choice(rare_styles))
         shares = PHOTO_CAPTIONS if style == STYLES[0] else STYLE_CAPTIONS
         rows.append((source, style, _caption(CLASSES[labels[source]], style, shares, rng)))
     return rows

@@ -36,7 +36,7 @@ from osfl.util.pixels import LazyPixels, Pixels, to_float
 from osfl.util.text import sanitize
 
 if TYPE_CHECKING:
-    from datasets import Dataset  # seconds to import, and only the embedded digits need it
+    from osfl.data.digits import Digits
 
 
 # Seconds that the check before a run spends on opening images
@@ -76,7 +76,7 @@ def domain_name(config: DataConfig, node: NodeConfig, seed: int) -> str:
     It is the style of the digits, the domain of the rows, or the name of the client's folder.
     """
     if config.name == "digits" and config.partition == "domain" and node.partition_id >= 0:
-        return str(_digits_partition(config, node, "test", 0)[0]["domain"])
+        return str(_digits_partition(config, node, "test", 0).domains[0])
     if has_rows(config, node):
         return domain_of(load_rows(config, node, "train", seed))
     folder = simulated_folder(config, node)
@@ -213,12 +213,15 @@ def _all_images(config: DataConfig, node: NodeConfig, split: str, seed: int) -> 
             lambda number: open_image(files[number][0]),
             lambda number: sanitize(files[number][0], 1000),
         )
-    if has_rows(config, node):
-        rows = load_rows(config, node, split, seed)
-        source = sanitize(node.data_dir or config.name, 1000)
-    else:
-        rows = _digits_partition(config, node, split, seed)
-        source = "digits"
+    if not has_rows(config, node):
+        digits = _digits_partition(config, node, split, seed)
+        return OpenedImages(
+            digits.labels.tolist(),
+            lambda number: Image.fromarray(digits.images[number]),
+            lambda number: f"digits, {split} image {number} of this client",
+        )
+    rows = load_rows(config, node, split, seed)
+    source = sanitize(node.data_dir or config.name, 1000)
     images = rows.select_columns(["image"])
     mode = getattr(images.features["image"], "mode", None)
     return OpenedImages(
@@ -243,8 +246,8 @@ def _decoded(opened: OpenedImages, fit: Fit) -> Images:
 
 # Each message needs its partition several times, and cutting is slower than reading
 @lru_cache(maxsize=16)
-def _digits_partition(config: DataConfig, node: NodeConfig, split: str, seed: int) -> "Dataset":
-    """Cut the embedded digits with flwr-datasets: by domain is feature skew, else label skew.
+def _digits_partition(config: DataConfig, node: NodeConfig, split: str, seed: int) -> "Digits":
+    """Cut the embedded digits: by domain, in the order of their names, or by flwr-datasets.
 
     A node's test and validation images are those of its domain, or under the other partitions, an
     equal share of all domains.
@@ -254,12 +257,9 @@ def _digits_partition(config: DataConfig, node: NodeConfig, split: str, seed: in
     count = count_parts(config, node)
     rows = digits.load_split("private" if split == "train" else split)
     if config.partition == "domain":
-        from flwr_datasets.partitioner import NaturalIdPartitioner
-
-        by_domain = NaturalIdPartitioner(partition_by="domain")
-        by_domain.dataset = rows
-        return by_domain.load_partition(node.partition_id)
-    parts = cut_parts(config, np.asarray(rows["label"]), count, seed, even=split != "train")
+        domain = sorted(set(rows.domains))[node.partition_id]
+        return rows.select(np.flatnonzero(np.array(rows.domains) == domain))
+    parts = cut_parts(config, rows.labels, count, seed, even=split != "train")
     return rows.select(parts[node.partition_id])
 
 
@@ -285,4 +285,4 @@ def _all_labels(config: DataConfig, node: NodeConfig, split: str, seed: int) -> 
         return list(load_rows(config, node, split, seed)["label"])
     if config.name != "digits":
         return [label for _, label in list_folder(config, node, split)]
-    return list(_digits_partition(config, node, split, seed)["label"])
+    return list(_digits_partition(config, node, split, seed).labels.tolist())

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,11 +24,13 @@ from osfl.data.columns import (
 from osfl.data.offline import check_rows
 from osfl.data.partition import DataError, Rows, node_rows
 from osfl.data.shares import cap_per_class, group_numbers, held_out_mask, split_rows
+from osfl.data.sides import content_key, merge_groups, near_duplicate_groups, training_mask
 from osfl.util.text import folder_name, sanitize
 
 if TYPE_CHECKING:
     # Takes seconds to import
     from datasets import Dataset, DatasetBuilder, DatasetDict, Features
+    from PIL import Image
 
 HUB = "hf:"
 
@@ -116,28 +118,19 @@ def load_rows(config: DataConfig, node: NodeConfig, split: str, seed: int) -> "D
             rows.
     """
     held_out = _held_out(config, node)
-    if held_out == config.train_split:
-        raise DataError(
-            f"data.train-split = {config.train_split!r}: must differ from the split of the test "
-            "images; set data.train-split or data.test-split to another split"
-        )
+    _check_splits_differ(config, held_out)
     is_held_out = split == "test" and bool(held_out)
     train = _labelled(config, node.data_dir, config.train_split, "train")
     if node.requires_guarantee and not node.classes:
         _check_label_kind(train, config)
-    chosen = train.rows
     if not node.data_dir:
         _check_domains(config, train.rows)
     if held_out:
-        test = _labelled(config, node.data_dir, held_out, "test").rows
-        _check_sides(config, train.rows, test)
-        if not node.data_dir:
-            _check_domains(config, test)
-        _check_any(config, node, test, "test", held_out)
-        chosen = test if is_held_out else train.rows
+        _check_test_rows(config, node, held_out, train.rows)
     _check_any(config, node, train.rows, "train", config.train_split)
+    sides = _sides(config, node.data_dir, node.cache_dir, held_out)
+    chosen, groups = sides.test if is_held_out else sides.train
     labels = np.asarray(chosen["label"])
-    groups = group_numbers(list(chosen["group"])) if config.group_column else None
     if node.data_dir:
         rows = np.arange(len(chosen))
     else:
@@ -150,6 +143,8 @@ def load_rows(config: DataConfig, node: NodeConfig, split: str, seed: int) -> "D
         _check_no_groups(config)
         for_test = held_out_mask(train.total, config.test_share)[train.places[rows]]
         rows = rows[for_test == (split == "test")]
+    elif not held_out and config.split_by:
+        rows = np.intersect1d(rows, _side_of_all(config, chosen, groups, split))
     elif not held_out:
         rows = split_rows(rows, Rows(labels, groups=groups), config.test_share, split)
     if split == "train" and config.max_per_class:
@@ -157,6 +152,89 @@ def load_rows(config: DataConfig, node: NodeConfig, split: str, seed: int) -> "D
     if not len(rows):
         raise DataError(_no_rows(config, node, split))
     return chosen.select(np.sort(rows))
+
+
+def _check_splits_differ(config: DataConfig, held_out: str) -> None:
+    if held_out == config.train_split:
+        raise DataError(
+            f"data.train-split = {config.train_split!r}: must differ from the split of the test "
+            "images; set data.train-split or data.test-split to another split"
+        )
+
+
+def _check_test_rows(config: DataConfig, node: NodeConfig, held_out: str, train: "Dataset") -> None:
+    """Check the split of test images against the training images."""
+    test = _labelled(config, node.data_dir, held_out, "test").rows
+    _check_sides(config, train, test)
+    if not node.data_dir:
+        _check_domains(config, test)
+    _check_any(config, node, test, "test", held_out)
+
+
+@dataclass(frozen=True)
+class Sides:
+    """The rows of training and of test, each with the number of every row's group, or None.
+
+    Without a split of test images, all rows are in `train`.
+    """
+
+    train: tuple["Dataset", np.ndarray | None]
+    test: tuple["Dataset", np.ndarray | None]
+
+
+# Every split and part of a simulation needs them
+@lru_cache(maxsize=4)
+def _sides(config: DataConfig, folder: str, cache_dir: str, held_out: str) -> Sides:
+    """Return the two sides; with `data.split-by`, test rows that look like a training row train."""
+    from datasets import concatenate_datasets
+
+    train = _labelled(config, folder, config.train_split, "train").rows
+    test = train.select([])
+    if held_out:
+        test = _labelled(config, folder, held_out, "test").rows
+    if not config.split_by:
+        return Sides((train, _column_groups(config, train)), (test, _column_groups(config, test)))
+    pool = concatenate_datasets([train, test]) if held_out else train
+    groups = _near_duplicates(pool, cache_dir)
+    columns = _column_groups(config, pool)
+    if columns is not None:
+        groups = merge_groups(groups, columns)
+    trains = training_mask(groups, len(train))
+    sides = [(pool.select(np.flatnonzero(mask)), groups[mask]) for mask in (trains, ~trains)]
+    return Sides(sides[0], sides[1])
+
+
+def _column_groups(config: DataConfig, rows: "Dataset") -> np.ndarray | None:
+    return group_numbers(list(rows["group"])) if config.group_column else None
+
+
+def _near_duplicates(rows: "Dataset", cache_dir: str) -> np.ndarray:
+    images = rows.select_columns(["image"])
+    mode = getattr(images.features["image"], "mode", None)
+
+    def read(number: int) -> "Image.Image":
+        # Imports torch, which takes seconds
+        from osfl.data.pictures import open_stored_image
+
+        return open_stored_image(images[number]["image"], mode)
+
+    key = content_key([stored_bytes(row["image"]) for row in images])
+    return near_duplicate_groups(key, len(images), read, cache_dir)
+
+
+def _side_of_all(
+    config: DataConfig, rows: "Dataset", groups: np.ndarray | None, split: str
+) -> np.ndarray:
+    """Return the training or test rows of all clients, cut by share in every domain and class.
+
+    A group may have images of two domains, hence of two clients, whose own cuts might differ.
+    """
+    labels = np.asarray(rows["label"])
+    if "domain" in rows.column_names:
+        domains = np.unique(list(rows["domain"]), return_inverse=True)[1]
+        labels = labels + domains * (labels.max() + 1)
+    every = np.arange(len(rows))
+    return split_rows(every, Rows(labels, groups=groups), config.test_share, split)
 
 
 def _held_out(config: DataConfig, node: NodeConfig) -> str:
@@ -231,6 +309,14 @@ def stored_images(config: DataConfig, node: NodeConfig, split: str) -> "Dataset"
         return rows
     for_test = held_out_mask(len(rows), config.test_share)
     return rows.select(np.flatnonzero(for_test == (split == "test")))
+
+
+def stored_bytes(image: Any) -> bytes:
+    """Return an image's bytes, which are in the row or in a file."""
+    content = image.get("bytes") if isinstance(image, dict) else image
+    if content is None:
+        content = Path(image["path"]).read_bytes()
+    return content if isinstance(content, bytes) else repr(content).encode()
 
 
 # ---- Reading ----
@@ -423,6 +509,11 @@ def _labelled(config: DataConfig, folder: str, split: str, key: str) -> LabeledR
             has_domain = np.array(domains, dtype=object) != ""
             counts["no domain"] = int((is_valid & ~has_domain).sum())
             is_valid = is_valid & has_domain
+        if config.domains and not folder:
+            _check_listed(config, domains, key)
+            is_listed = np.isin(domains, split_names(config.domains))
+            counts["a domain outside data.domains"] = int((is_valid & ~is_listed).sum())
+            is_valid = is_valid & is_listed
     if config.group_column:
         rows = rows.add_column("group", _groups(stored, config), feature=Value("string"))
     places = np.flatnonzero(is_valid)
@@ -477,11 +568,16 @@ def _by_domain(config: DataConfig) -> bool:
 
 def _domains(stored: "Dataset", config: DataConfig, folder: str) -> list[str] | None:
     """Return each row's domain, or "", or None if there is no column of domains."""
-    is_cut = _by_domain(config) and not folder
+    is_cut = (_by_domain(config) or bool(config.domains)) and not folder
     if config.domain_column not in stored.column_names:
         if is_cut:
+            key, value = (
+                ("partition", config.partition)
+                if _by_domain(config)
+                else ("domains", config.domains)
+            )
             raise DataError(
-                f"data.partition = {config.partition!r} requires data.domain-column, the column of "
+                f"data.{key} = {value!r} requires data.domain-column, the column of "
                 f"the images' domains; the columns of {config.name} are "
                 f"{', '.join(stored.column_names)}"
             )
@@ -497,6 +593,19 @@ def _domains(stored: "Dataset", config: DataConfig, folder: str) -> list[str] | 
         if is_cut:
             raise
         return None
+
+
+def _check_listed(config: DataConfig, domains: list[str], key: str) -> None:
+    """Check that the training images have every domain of `data.domains`.
+
+    Raises:
+        DataError: a domain has no images.
+    """
+    if key == "train" and (missing := sorted(set(split_names(config.domains)) - set(domains))):
+        raise DataError(
+            f"data.domains: {config.name} has no domain {sanitize(missing[0], 80)!r}; its domains "
+            f"are {sanitize(', '.join(sorted(set(domains))), 500)}"
+        )
 
 
 def _groups(stored: "Dataset", config: DataConfig) -> list[str]:
@@ -586,11 +695,11 @@ def _check_domains(config: DataConfig, rows: "Dataset") -> None:
         return
     domains: dict[str, str] = {}
     for group, domain in zip(rows["group"], rows["domain"], strict=True):
-        other = domains.setdefault(group, domain)
-        if group and other != domain:
+        first = domains.setdefault(group, domain)
+        if group and first != domain:
             raise DataError(
                 f"data.group-column = {config.group_column!r}: group {sanitize(group, 80)!r} has "
-                f"images in the domains {sanitize(other, 80)!r} and {sanitize(domain, 80)!r}, "
+                f"images in the domains {sanitize(first, 80)!r} and {sanitize(domain, 80)!r}, "
                 "which "
                 f"data.partition = {config.partition!r} assigns to two clients. Set data.partition "
                 "to dirichlet, label or iid, or give the group another name in each domain"

@@ -4,7 +4,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -114,7 +114,7 @@ def _check_part(config: DataConfig, part: int, parts: int) -> None:
 
 
 # Each message needs its part several times, and a simulation needs every part
-_CUTS: OrderedDict[tuple, list[np.ndarray]] = OrderedDict()
+_CUTS: OrderedDict[tuple[Any, ...], list[np.ndarray]] = OrderedDict()
 
 
 def cut_parts(

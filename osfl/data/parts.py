@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -26,7 +27,11 @@ from osfl.data.named import (
 from osfl.data.partition import DataError, Rows, check_count, cut_parts
 from osfl.data.render import CLASSES, STYLES
 from osfl.data.shares import group_numbers, split_rows
+from osfl.data.sides import content_key, merge_groups, near_duplicate_groups, training_mask
 from osfl.util.text import name_problem, quote, sanitize
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 # Over all clients; as in `osfl.data.digits`, which takes seconds to import
 _DIGITS_PER_CLASS = 10 * len(STYLES)
@@ -91,8 +96,8 @@ def client_name(config: DataConfig, node: NodeConfig, seed: int) -> str:
     if has_rows(config, node) and config.partition == "domain" and not node.requires_guarantee:
         domain = domain_of(load_rows(config, node, "train", seed))
         # A node with a part of its own does not know the other domains
-        others = () if node.data_dir else domain_names(config)
-        return _named_after(domain, others, node.partition_id, bool(node.data_dir))
+        all_domains = () if node.data_dir else domain_names(config)
+        return _named_after(domain, all_domains, node.partition_id, bool(node.data_dir))
     return f"client-{node.partition_id}"
 
 
@@ -120,7 +125,7 @@ def _as_client_name(domain: str) -> str:
 
 
 def check_images(config: DataConfig, node: NodeConfig, seed: int) -> None:
-    """Check that this node has images to train and to test on.
+    """Check that this node has images to train and to test on; only the latter if it only tests.
 
     This lists folders and reads label columns, but does not open or render images.
 
@@ -133,7 +138,7 @@ def check_images(config: DataConfig, node: NodeConfig, seed: int) -> None:
         if config.partition != "domain":
             check_count(config, _DIGITS_PER_CLASS * len(CLASSES), count)
         return
-    for split in ("train", "test"):
+    for split in ("test",) if node.tests_only else ("train", "test"):
         if has_rows(config, node):
             labels = list(load_rows(config, node, split, seed)["label"])
         else:
@@ -192,6 +197,14 @@ def has_rows(config: DataConfig, node: NodeConfig) -> bool:
     return has_saved_part(node) or (is_named(config) and not node.data_dir)
 
 
+def has_training_split(config: DataConfig, node: NodeConfig) -> bool:
+    """Check whether this node has training images: rows always do, a folder may lack train/."""
+    if has_rows(config, node):
+        return True
+    home = _home(config, node)
+    return (home / "train").is_dir() or _is_unsplit(config, home)
+
+
 def folder_notes(config: DataConfig, nodes: Mapping[str, NodeConfig]) -> list[str]:
     """Return notes on clients whose images are files in a folder.
 
@@ -205,9 +218,10 @@ def folder_notes(config: DataConfig, nodes: Mapping[str, NodeConfig]) -> list[st
     for client, node in nodes.items():
         home = _home(config, node)
         if not (home / "test").is_dir():
+            images = "its images" if _is_unsplit(config, home) else "train/"
             notes.append(
                 f"{client}: {sanitize(home, 1000)} has no folder test/; data.test-share = "
-                f"{config.test_share:g} of train/ is used for testing"
+                f"{config.test_share:g} of {images} is used for testing"
             )
     return [*notes, *_groups_on_both_sides(config, nodes)]
 
@@ -249,12 +263,19 @@ def _group_folders(config: DataConfig, node: NodeConfig, split: str) -> dict[str
 
     Folders of the same name in several classes are one group, of which the first is returned.
     """
-    root = _split_folder(_home(config, node), split)
+    home = _home(config, node)
     folders: dict[str, Path] = {}
     for file, _ in list_folder(config, node, split):
+        root = _root_of(file, home)
         if group := _group_of(file, root):
             folders.setdefault(group, root.joinpath(*file.relative_to(root).parts[:2]))
     return folders
+
+
+def _root_of(file: Path, home: Path) -> Path:
+    """Return the folder of the classes that a file belongs to: train/, test/ or the client's."""
+    roots = (home / "train", home / "test")
+    return next((root for root in roots if file.is_relative_to(root)), home)
 
 
 def _group_of(file: Path, root: Path) -> str:
@@ -275,11 +296,13 @@ def list_folder(config: DataConfig, node: NodeConfig, split: str) -> list[tuple[
     """
     _check_folder_keys(config, node)
     home = _home(config, node)
-    root = _split_folder(home, split)
+    root = _split_folder(config, home, split)
     images = _list_classes(config, root)
     if not (home / "test").is_dir():
-        _check_no_test(node, home)
-        images = _cut_side(config, root, images, split)
+        _check_no_test(config, node, home)
+        images = _cut_side(config, node, root, images, split)
+    elif config.split_by:
+        images = _regrouped_side(config, node, home, split)
     if not images:
         raise DataError(f"{sanitize(root, 1000)}: no images. This client has no data for {split}")
     return images
@@ -287,12 +310,12 @@ def list_folder(config: DataConfig, node: NodeConfig, split: str) -> list[tuple[
 
 def _list_classes(config: DataConfig, root: Path) -> list[tuple[Path, int]]:
     names = class_names(config)
-    folders = _class_folders(root, names)
+    folders = class_folders(root, names)
     images = []
     for label, name in enumerate(names):
         if (folder := folders.get(normalize_name(name))) is None:
             continue
-        files = list(_files_below(folder))
+        files = list(files_below(folder))
         if not files:
             raise DataError(
                 f"{sanitize(folder, 1000)}: the class has no images. Remove the empty folder, or "
@@ -303,15 +326,16 @@ def _list_classes(config: DataConfig, root: Path) -> list[tuple[Path, int]]:
 
 
 def _cut_side(
-    config: DataConfig, root: Path, images: list[tuple[Path, int]], split: str
+    config: DataConfig, node: NodeConfig, root: Path, images: list[tuple[Path, int]], split: str
 ) -> list[tuple[Path, int]]:
-    """Return the files of train/ for testing or for training, cut like a data set's rows."""
+    """Return the files in `root` for testing or for training, cut like a data set's rows."""
     if not images:
         return []
     # By the sorted class names, so that the cut does not depend on their order in the run
     names = np.array(class_names(config))
     _, labels = np.unique(names[[label for _, label in images]], return_inverse=True)
-    groups = group_numbers([_group_of(file, root) for file, _ in images])
+    files = [file for file, _ in images]
+    groups = _file_groups(config, node, files, [_group_of(file, root) for file in files])
     rows = split_rows(np.arange(len(images)), Rows(labels, groups=groups), config.test_share, split)
     if not len(rows):
         raise DataError(
@@ -321,14 +345,53 @@ def _cut_side(
     return [images[row] for row in sorted(rows)]
 
 
-def _check_no_test(node: NodeConfig, home: Path) -> None:
+def _regrouped_side(
+    config: DataConfig, node: NodeConfig, home: Path, split: str
+) -> list[tuple[Path, int]]:
+    """Return one side of train/ and test/, where groups with a training image are for training."""
+    train = _list_classes(config, _split_folder(config, home, "train"))
+    images = [*train, *_list_classes(config, home / "test")]
+    files = [file for file, _ in images]
+    folders = [_group_of(file, _root_of(file, home)) for file in files]
+    trains = training_mask(_file_groups(config, node, files, folders), len(train))
+    return [images[row] for row in np.flatnonzero(trains == (split == "train"))]
+
+
+def _file_groups(
+    config: DataConfig, node: NodeConfig, files: list[Path], names: list[str]
+) -> np.ndarray:
+    """Return the number of each file's group: its folder within the class, and near-duplicates.
+
+    Args:
+        names: of the folders within the class, or "".
+    """
+    folders = group_numbers(names)
+    if not config.split_by:
+        return folders
+
+    def read(number: int) -> "Image.Image":
+        # Imports torch, which takes seconds
+        from osfl.data.pictures import open_image
+
+        return open_image(files[number])
+
+    stats = [file.stat() for file in files]
+    traits = [
+        f"{file}\0{stat.st_size}\0{stat.st_mtime_ns}".encode(errors="surrogateescape")
+        for file, stat in zip(files, stats, strict=True)
+    ]
+    groups = near_duplicate_groups(content_key(traits), len(files), read, node.cache_dir)
+    return merge_groups(groups, folders)
+
+
+def _check_no_test(config: DataConfig, node: NodeConfig, home: Path) -> None:
     """Check that train/ may be cut because there is no folder test/.
 
     Raises:
         DataError: another folder may contain the test images, or this site demands a guarantee.
     """
     others = [path.name for path in list_visible(home) if path.is_dir() and path.name != "train"]
-    if others:
+    if others and not _is_unsplit(config, home):
         raise DataError(
             f"{sanitize(home, 1000)}: has no folder test/, but {sanitize(others[0], 120)!r}. "
             "Rename that "
@@ -383,17 +446,28 @@ def _home(config: DataConfig, node: NodeConfig) -> Path:
     return home
 
 
-def _split_folder(home: Path, split: str) -> Path:
-    """Return the folder with a split's classes, which is train/ if there is no test/."""
+def _split_folder(config: DataConfig, home: Path, split: str) -> Path:
+    """Return the folder with a split's classes: train/ if there is no test/, or `home` itself."""
     root = home / split
     if split == "test" and not root.is_dir():
         root = home / "train"
+    if not root.is_dir() and _is_unsplit(config, home):
+        return home
     if not root.is_dir():
         raise DataError(
             f"{sanitize(home, 1000)}: has no folder train/; move the classes' folders into train/, "
             "and test images into test/, or leave them in train/ for data.test-share"
         )
     return root
+
+
+def _is_unsplit(config: DataConfig, home: Path) -> bool:
+    """Check whether a client's folder has only the classes' folders, as PACS's domains have."""
+    if not home.is_dir():
+        return False
+    names = {normalize_name(path.name) for path in list_visible(home) if path.is_dir()}
+    classes = {normalize_name(name) for name in class_names(config)}
+    return bool(names) and names <= classes
 
 
 def list_visible(folder: Path) -> list[Path]:
@@ -406,11 +480,20 @@ def is_hidden(name: str) -> bool:
     return name.startswith(".") or name.casefold() in SYSTEM_FILES
 
 
-def _class_folders(root: Path, names: tuple[str, ...]) -> dict[str, Path]:
+def class_folders(
+    root: Path,
+    names: tuple[str, ...],
+    source: str = "data.classes",
+    hint: str = "add it to data.classes, or remove the folder",
+) -> dict[str, Path]:
     """Return the classes' folders by name, in Unicode's NFC.
 
+    Args:
+        source: what the names are, for the error.
+        hint: for the error about a folder that is not similar to any name.
+
     Raises:
-        DataError: a folder is not one of the run's classes, or two folders are the same class.
+        DataError: a folder is not one of the names, or two folders are the same class.
     """
     classes = {normalize_name(name) for name in names}
     folders: dict[str, Path] = {}
@@ -421,8 +504,8 @@ def _class_folders(root: Path, names: tuple[str, ...]) -> dict[str, Path]:
         if name not in classes:
             raise DataError(
                 f"{sanitize(root, 1000)}: {sanitize(folder.name, 120)!r} is not one of "
-                "data.classes "
-                f"({sanitize(', '.join(names), 500)}){_why_unknown(folder.name, names)}"
+                f"{source} ({sanitize(', '.join(names), 500)})"
+                f"{_why_unknown(folder.name, names, hint)}"
             )
         if name in folders:
             raise DataError(
@@ -433,7 +516,7 @@ def _class_folders(root: Path, names: tuple[str, ...]) -> dict[str, Path]:
     return folders
 
 
-def _files_below(folder: Path, depth: int = 0) -> Iterator[Path]:
+def files_below(folder: Path, depth: int = 0) -> Iterator[Path]:
     """Yield the files of a class, including those in subfolders.
 
     Raises:
@@ -447,12 +530,12 @@ def _files_below(folder: Path, depth: int = 0) -> Iterator[Path]:
         )
     for path in list_visible(folder):
         if path.is_dir():
-            yield from _files_below(path, depth + 1)
+            yield from files_below(path, depth + 1)
         else:
             yield path
 
 
-def _why_unknown(folder: str, names: tuple[str, ...]) -> str:
+def _why_unknown(folder: str, names: tuple[str, ...], hint: str) -> str:
     """Return a hint for a folder that is not one of the classes."""
     if problem := name_problem(folder):
         return f"; it {problem}, so it cannot be the name of a class: rename the folder"
@@ -463,7 +546,7 @@ def _why_unknown(folder: str, names: tuple[str, ...]) -> str:
     similar = [name for name in names if _normalized(name) == _normalized(folder)]
     if similar:
         return f"; rename the folder to {similar[0]!r}"
-    return "; add it to data.classes, or remove the folder"
+    return f"; {hint}"
 
 
 def _normalized(name: str) -> str:

@@ -141,7 +141,8 @@ def to_pixels(image: Image.Image, fit: Fit) -> torch.Tensor:
     )
 
     resized = functional.resize(crop_long_side(tensor), [fit], antialias=True)
-    return functional.center_crop(resized, [fit, fit])
+    picture: torch.Tensor = functional.center_crop(resized, [fit, fit])
+    return picture
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,12 @@ def check_pins(config: DataConfig, node: NodeConfig) -> None:
             f"data.max-per-class = {config.max_per_class}: this site demands a guarantee, and one "
             "image would decide which others are left out; set data.max-per-class to 0"
         )
+    for key, value in (("split-by", config.split_by), ("domains", config.domains)):
+        if node.requires_guarantee and value:
+            raise ConfigError(
+                f"data.{key} = {value!r}: this site demands a guarantee, but one image would "
+                f'decide which others are for training; set data.{key} to ""'
+            )
     has_fixed_split = node.data_dir or node.test_split or config.partition == "domain"
     if node.requires_guarantee and config.name.startswith("hf:") and not has_fixed_split:
         raise ConfigError(

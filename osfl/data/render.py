@@ -87,7 +87,8 @@ def render(source: Array, style: str, ranges: Ranges, rng: np.random.Generator) 
     """
     look = draw_look(ranges, rng)
     image = _DRAW[style](_place(source, style, rng), look, rng)
-    return np.round(np.clip(image, 0, 1) * 255).astype(np.uint8)
+    rendered: Array = np.round(np.clip(image, 0, 1) * 255).astype(np.uint8)
+    return rendered
 
 
 def _place(source: Array, style: str, rng: np.random.Generator) -> Array:
@@ -112,7 +113,8 @@ def _place(source: Array, style: str, rng: np.random.Generator) -> Array:
 def _hsv(hue: float | Array, saturation: float, value: float) -> Array:
     """Convert a color to RGB [3], or a plane of hues to [H, W, 3]."""
     k = (np.array([5.0, 3.0, 1.0]) + np.asarray(hue)[..., None] * 6) % 6
-    return value - value * saturation * np.clip(np.minimum(k, 4 - k), 0, 1)
+    color: Array = value - value * saturation * np.clip(np.minimum(k, 4 - k), 0, 1)
+    return color
 
 
 def _blur(plane: Array, radius: float) -> Array:
@@ -131,7 +133,8 @@ def _edge(ink: Array, threshold: float, sharpness: float) -> Array:
 
 
 def _mix(mask: Array, over: Array, under: Array) -> Array:
-    return mask[..., None] * over + (1 - mask[..., None]) * under
+    mixture: Array = mask[..., None] * over + (1 - mask[..., None]) * under
+    return mixture
 
 
 _Y, _X = np.mgrid[0:SIZE, 0:SIZE] / (SIZE - 1)
@@ -139,7 +142,10 @@ _Y, _X = np.mgrid[0:SIZE, 0:SIZE] / (SIZE - 1)
 
 def _along(angle: float) -> Array:
     """Return a coordinate in [-1, 1] that grows in the direction `angle` (1 is a full turn)."""
-    return (_X - 0.5) * 2 * np.cos(2 * np.pi * angle) + (_Y - 0.5) * 2 * np.sin(2 * np.pi * angle)
+    x = (_X - 0.5) * 2
+    y = (_Y - 0.5) * 2
+    coordinate: Array = x * np.cos(2 * np.pi * angle) + y * np.sin(2 * np.pi * angle)
+    return coordinate
 
 
 def _photo(ink: Array, look: Look, rng: np.random.Generator) -> Array:
@@ -210,7 +216,9 @@ def _neon(ink: Array, look: Look, rng: np.random.Generator) -> Array:
         wall = wall * (1 - 0.5 * joints[..., None])
     color = _hsv(look.ink_hue, 0.9, 1.0)
     core = _edge(ink, 0.80 - 0.14 * look.stroke, 18)
-    return wall + halo[..., None] * color + tube[..., None] * color * 0.5 + core[..., None] * 0.6
+    glow = halo[..., None] * color
+    scene: Array = wall + glow + tube[..., None] * color * 0.5 + core[..., None] * 0.6
+    return scene
 
 
 def _infograph(ink: Array, look: Look, rng: np.random.Generator) -> Array:

@@ -5,15 +5,19 @@ timm's format. The only file that imports timm.
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from osfl.config import ConfigError
-from osfl.config.names import BACKBONES, problem_of_backbone
 from osfl.kit.kits import find_model, is_hub_id
+from osfl.util.files import read_json
+from osfl.util.names import BACKBONES, problem_of_backbone
 from osfl.util.text import sanitize
 
 if TYPE_CHECKING:
     from torch import nn
+
+# Of a folder that timm or transformers loads
+SETTINGS_FILE = "config.json"
 
 
 def is_backbone(architecture: str) -> bool:
@@ -49,6 +53,56 @@ def build_backbone(architecture: str, num_classes: int, key: str) -> "nn.Module"
     except Exception as error:
         reason = sanitize(error) or type(error).__name__
         raise ConfigError(f"{key} = {architecture!r}: timm cannot build it: {reason}") from error
+
+
+def backbone_arguments(architecture: str, key: str) -> dict[str, Any]:
+    """Return timm's arguments (`model_args`) beside the name and the classes of a backbone.
+
+    A hub's model states them in its config.json; timm's own models have none.
+
+    Raises:
+        ConfigError, KitError, CorruptFileError: as `build_backbone`, or config.json is corrupt.
+    """
+    source, _, name = architecture.partition(":")
+    if source == "timm":
+        return {}
+    settings = read_json(Path(_find_folder(name, "", key)) / SETTINGS_FILE)
+    return {
+        argument: value
+        for argument, value in settings.get("model_args", {}).items()
+        if argument != "num_classes"
+    }
+
+
+def timm_equivalent(
+    network: "nn.Module", architecture: str, num_classes: int, side: int
+) -> "nn.Module | None":
+    """Rebuild a classifier of torchvision as timm's model of the same name.
+
+    Args:
+        side: size in pixels of the images that it classifies.
+
+    Returns:
+        the model with the same weights; None if timm has none whose tensors have the same names
+        and whose logits are the same.
+    """
+    import timm
+    import torch
+
+    if not timm.is_model(architecture):
+        return None
+    state = network.state_dict()
+    equivalent: nn.Module = timm.create_model(architecture, num_classes=num_classes)
+    shapes = {name: value.shape for name, value in equivalent.state_dict().items()}
+    if shapes != {name: value.shape for name, value in state.items()}:
+        return None
+    equivalent.load_state_dict(state)
+    images = torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = network.eval()(images)
+        computed = equivalent.eval()(images)
+    difference = (computed - expected).abs().max()
+    return equivalent if difference <= 1e-5 * max(1, expected.abs().max()) else None
 
 
 def backbone_weights(architecture: str, key: str) -> Path:

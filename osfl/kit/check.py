@@ -20,7 +20,7 @@ from osfl.kit.part_check import (
     lora_shapes,
     require_one_of,
 )
-from osfl.methods import LORA, TINY_DECODER
+from osfl.methods import CLIP, LORA, TINY_DECODER
 
 
 def check_kit(
@@ -43,6 +43,7 @@ def check_kit(
     if not parts:
         return
     folder = open_kit(kit, key)
+    parts = folder.with_second_encoder(parts)
     check_each_part(folder, parts)
     shapes = {part: check_weights(folder, part, part) for part in parts}
     check_compatibility(folder, parts, image_condition)
@@ -98,13 +99,36 @@ def check_image_encoder(source: str) -> None:
     check_tensors(folder, part, "image_encoder", shapes)
 
 
-def check_small_decoder(source: str) -> None:
-    """Check that the folder or hub id in `synthesis.small-decoder` is a TAESD that can be loaded.
+def check_clip(source: str) -> None:
+    """Check that the folder or hub id in `zero-shot.clip` is a whole CLIP that can be loaded.
 
     Raises:
         KitError: as `check_kit`.
     """
-    key = "synthesis.small-decoder"
+    folder = open_kit(find_model(source, CLIP, "zero-shot.clip"), "zero-shot.clip")
+    part = folder.part_folder(CLIP)
+    check_part(folder, part, CLIP)
+    check_tensors(folder, part, CLIP, check_weights(folder, part, CLIP))
+
+
+def check_tiny_decoder(source: str) -> None:
+    """Check that the folder or hub id in `synthesis.tiny-decoder` is a TAESD that can be loaded.
+
+    Raises:
+        KitError: as `check_kit`.
+    """
+    check_tiny_autoencoder(source, "synthesis.tiny-decoder")
+
+
+def check_tiny_autoencoder(source: str, key: str) -> None:
+    """Check that a folder or hub id is a TAESD that can be loaded.
+
+    Args:
+        key: of the configuration, for messages.
+
+    Raises:
+        KitError: as `check_kit`.
+    """
     folder = open_kit(find_model(source, TINY_DECODER, key), key)
     check_part(folder, "", TINY_DECODER)
     check_tensors(folder, "", TINY_DECODER, check_weights(folder, "", TINY_DECODER))

@@ -5,7 +5,8 @@ from typing import Any
 
 from osfl.kit.folder import KitError, KitFolder
 from osfl.kit.part_check import SUPPORTED, bad_setting, check_code, check_part, text_settings
-from osfl.methods import DIFFUSION_PARTS, LORA, TINY_DECODER
+from osfl.kit.shapes import text_size
+from osfl.methods import CLIP, DIFFUSION_PARTS, LORA, TINY_DECODER
 from osfl.util.text import sanitize
 
 PIPELINES = (
@@ -24,14 +25,17 @@ OTHER_PIPELINES = {
 # Schedulers of distilled models, and of models whose UNet's output means something else
 DISTILLED_SCHEDULERS = ("LCMScheduler", "TCDScheduler")
 OTHER_PREDICTIONS = {"FlowMatch": "flow", "EDM": "EDM's mix of image and noise"}
+# Sizes and crop that a UNet with the added condition text_time takes beside the pooled vector
+NUM_TIME_IDS = 6
 MAX_SAMPLE_SIZE = 4096  # latent pixels on a side; 128 give an image of 1024
 # Hint for each part that a kit may lack
 MISSING_PART_HINTS = {
     "captioner": "set captioner to a model",
     "image_encoder": "set image-encoder to a model (FedDISC requires its kit's own)",
     "feature_extractor": "set image-encoder to a model (FedDISC requires its kit's own)",
-    TINY_DECODER: "set synthesis.small-decoder to a model",
+    TINY_DECODER: "set synthesis.tiny-decoder to a model",
     LORA: "set synthesis.lora to weights",
+    CLIP: "set zero-shot.clip to the folder or hub id of a CLIP",
 }
 
 
@@ -46,6 +50,7 @@ def check_settings(folder: KitFolder, parts: tuple[str, ...], kind: str = "") ->
     Raises:
         KitError: as `check_kit`.
     """
+    parts = folder.with_second_encoder(parts)
     check_each_part(folder, parts, kind)
     check_compatibility(folder, parts, None)
 
@@ -120,7 +125,7 @@ def _check_single_model(folder: KitFolder) -> None:
 
 
 def _check_diffusion_model(
-    folder: KitFolder, small_decoder: bool, image_condition: bool | None
+    folder: KitFolder, tiny_decoder: bool, image_condition: bool | None
 ) -> None:
     """Check that the parts of the diffusion model fit each other."""
     unet = folder.settings("unet/config.json")
@@ -130,6 +135,9 @@ def _check_diffusion_model(
     _check_not_distilled(folder, unet, scheduler)
     _check_prediction_type(folder, scheduler)
     width = text_settings(folder, "text_encoder", text).get("hidden_size", 512)
+    if folder.has_second_encoder:
+        _check_second_encoder(folder, unet)
+        width = text_size(folder)[1] + text_size(folder, "_2")[1]
     if width != unet.get("cross_attention_dim", 1280):
         raise KitError(
             f"{folder.setting}: text width {width}, but the UNet expects "
@@ -147,12 +155,12 @@ def _check_diffusion_model(
     if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MAX_SAMPLE_SIZE:
         requirement = f"a whole number from 1 to {MAX_SAMPLE_SIZE}"
         raise bad_setting(folder, "unet/config.json", unet, "sample_size", requirement)
-    if small_decoder:
+    if tiny_decoder:
         decoder = folder.settings(f"{TINY_DECODER}/config.json")
         decoder_channels = decoder.get("latent_channels", 4)
         if decoder_channels != channels:
             raise KitError(
-                f"{folder.setting}: its small_decoder takes {decoder_channels} channels; the "
+                f"{folder.setting}: its tiny_decoder takes {decoder_channels} channels; the "
                 f"latents have {channels}"
             )
     _check_image_condition(folder, unet, image_condition)
@@ -194,7 +202,8 @@ def _check_image_condition(
 ) -> None:
     kind = unet.get("class_embed_type")
     width = unet.get("projection_class_embeddings_input_dim")
-    if unet.get("addition_embed_type") or kind not in (None, "projection"):
+    has_added_condition = unet.get("addition_embed_type") and not folder.has_second_encoder
+    if has_added_condition or kind not in (None, "projection"):
         condition = unet.get("addition_embed_type") or kind
         raise KitError(
             f"{folder.setting}: its UNet requires another condition ({condition!r}). {SUPPORTED}"
@@ -209,6 +218,43 @@ def _check_image_condition(
             f"{folder.setting} is not a Stable unCLIP, which FedDISC requires: its UNet takes no "
             "image embedding. Set feddisc.kit to stabilityai/stable-diffusion-2-1-unclip, for "
             "example"
+        )
+
+
+def _check_second_encoder(folder: KitFolder, unet: Mapping[str, Any]) -> None:
+    """Check that two text encoders fit each other, and the second one the UNet's added condition.
+
+    No model on the hub passes: SDXL is refused by its pipeline's name.
+
+    Raises:
+        KitError: they do not.
+    """
+    lengths = [text_size(folder, suffix)[0] for suffix in ("", "_2")]
+    if lengths[0] != lengths[1]:
+        raise KitError(
+            f"{folder.setting}: its text encoders take {lengths[0]} and {lengths[1]} tokens; they "
+            "must take equally many"
+        )
+    if unet.get("addition_embed_type") != "text_time":
+        raise KitError(
+            f"{folder.setting}: with a text_encoder_2, unet/config.json must say "
+            "addition_embed_type = 'text_time'"
+        )
+    time_width = unet.get("addition_time_embed_dim")
+    if not isinstance(time_width, int):
+        requirement = "a whole number"
+        raise bad_setting(folder, "unet/config.json", unet, "addition_time_embed_dim", requirement)
+    second = folder.settings("text_encoder_2/config.json")
+    width = second.get("projection_dim", 512)
+    if not isinstance(width, int):
+        file = "text_encoder_2/config.json"
+        raise bad_setting(folder, file, second, "projection_dim", "a whole number")
+    time = NUM_TIME_IDS * time_width
+    if unet.get("projection_class_embeddings_input_dim") != time + width:
+        raise KitError(
+            f"{folder.setting}: projection_class_embeddings_input_dim in unet/config.json must be "
+            f"{time + width}: {time} numbers of time ids and {width} of text_encoder_2's pooled "
+            "vector"
         )
 
 

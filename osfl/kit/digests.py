@@ -52,8 +52,8 @@ def uncached_bytes(files: Iterable[Path]) -> int:
 
 def _read(file: Path, progress: Progress) -> str:
     digest = hashlib.sha256()
-    with open(file, "rb") as opened:
-        while chunk := opened.read(CHUNK_BYTES):
+    with open(file, "rb") as stream:
+        while chunk := stream.read(CHUNK_BYTES):
             digest.update(chunk)
             progress(len(chunk))
     return digest.hexdigest()

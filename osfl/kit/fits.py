@@ -19,14 +19,14 @@ from typing import Any
 from osfl.kit.digests import cache_folder
 from osfl.kit.folder import KitError, KitFolder, part_path, walk_settings
 from osfl.kit.headers import Shapes
-from osfl.methods import LORA, TINY_DECODER
+from osfl.methods import CLIP, LORA, TINY_DECODER
 from osfl.util.files import read_json, write_atomically
 from osfl.util.text import sanitize
 
 MAX_LAYERS = 1000  # of a model that is built; large ones have about 100
 MAX_MARKS = 1000  # in the cache
 _LAYER_COUNTS = re.compile(r"num_.*(layers|blocks)|layers_per_block")
-TRANSFORMERS_MODELS = ("text_encoder", "image_encoder", "captioner")
+TRANSFORMERS_MODELS = ("text_encoder", "text_encoder_2", "image_encoder", "captioner", CLIP)
 DIFFUSERS_MODELS = ("unet", "vae", TINY_DECODER, "image_normalizer")
 # Marks of the shipped kits' parts; tests/unit/kit/test_fits.py shows those of a retrained kit
 SHIPPED_MARKS = frozenset(
@@ -46,7 +46,7 @@ SHIPPED_MARKS = frozenset(
         "cb9806a874d6ace564009401bbe0ceb9f97fc3ca291556706d8744982fab19e5",
         "cfc8ff532ff510096b9bdfb0563f8bc4ee671125ec4c98ac92ef368254a8b5c8",
         "dd54f76a1d52f5c9f277156763031b1b6aa1658c2c8cebed91976483c5c4b8ca",
-        "e583318724470f11eaf0bf734f1b7a10542d94093fdcb62b2b571f32f7fbd688",
+        "7b6dd20fab7dc8db7f973fea0d230df08d31f05594a17dc9e2056514018e0c64",
         "ea89368c33ecc298da80243dbed3e1f34caf37d2568e1d1233fb8d6d42addc09",
     }
 )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from osfl.methods import LORA, TINY_DECODER
+from osfl.methods import CLIP, LORA, TINY_DECODER
 from osfl.util.files import parse_json, read_bounded
 from osfl.util.text import sanitize
 
@@ -17,11 +17,15 @@ WEIGHTS: Mapping[str, str] = {
     "image_normalizer": "diffusion_pytorch_model",
     TINY_DECODER: "diffusion_pytorch_model",
     "text_encoder": "model",
+    "text_encoder_2": "model",
     "image_encoder": "model",
     "captioner": "model",
+    CLIP: "model",
     "backbone": "model",
     LORA: "pytorch_lora_weights",
 }
+# Folders of a second text encoder, which belong to the parts of the first
+SECOND_FOLDERS: Mapping[str, str] = {"text_encoder": "text_encoder_2", "tokenizer": "tokenizer_2"}
 # Half-precision weights are used only if there are no others
 VARIANTS = ("", ".fp16")
 _SHARD = re.compile(r"\w[\w.-]*\.safetensors", re.ASCII)
@@ -149,11 +153,25 @@ class KitFolder:
         return kind if self.has(part_path(kind, "config.json")) else ""
 
     def loaded_files(self, part: str, kind: str = "") -> list[str]:
-        """Return every file of a part that is loaded.
+        """Return every file of a part that is loaded, those of a second text encoder too.
 
         Variants, other formats and examples beside them are left out.
         """
         if self.has(part):
             return [part]
-        settings = [part_path(part, name) for name in SETTINGS]
-        return sorted(file for file in (*settings, *self.weights(part, kind)) if self.has(file))
+        names = [part_path(part, name) for name in SETTINGS] + self.weights(part, kind)
+        files = sorted(file for file in names if self.has(file))
+        if part in SECOND_FOLDERS and self.has_second_encoder:
+            files += self.loaded_files(SECOND_FOLDERS[part])
+        return files
+
+    @property
+    def has_second_encoder(self) -> bool:
+        """True if the kit has a second text encoder, as SDXL has."""
+        return self.has("text_encoder_2/config.json")
+
+    def with_second_encoder(self, parts: tuple[str, ...]) -> tuple[str, ...]:
+        """Add the folders of a second text encoder, if the kit has one, to some of its parts."""
+        if not self.has_second_encoder:
+            return parts
+        return (*parts, *(SECOND_FOLDERS[part] for part in parts if part in SECOND_FOLDERS))

@@ -32,8 +32,8 @@ def tensor_shapes(file: Path, is_network: bool = False) -> dict[str, tuple[int, 
     """
     try:
         check_header(file)
-        with safe_open(file, framework="np") as opened:
-            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  (not a mapping)
+        with safe_open(file, framework="np") as weights:
+            slices = {name: weights.get_slice(name) for name in weights.keys()}  # noqa: SIM118  (not a mapping)
             if is_network:
                 _check_types({name: part.get_dtype() for name, part in slices.items()})
             return {name: tuple(part.get_shape()) for name, part in slices.items()}
@@ -59,8 +59,8 @@ def check_header(file: Path) -> None:
         CorruptFileError: it does not, or its header is too long.
         OSError: the file cannot be read.
     """
-    with open(file, "rb") as opened:
-        start = opened.read(200)
+    with open(file, "rb") as stream:
+        start = stream.read(200)
     if problem := placeholder_problem(start):
         raise CorruptFileError(problem)
     length = int.from_bytes(start[:8], "little")

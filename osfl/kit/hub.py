@@ -278,6 +278,7 @@ def _progress_bar(report: Callable[[float], None]) -> type[tqdm]:
         def update(self, n: float | None = 1) -> bool | None:
             self.fetched += n or 0
             report(self.fetched)
-            return super().update(n)
+            is_displayed: bool | None = super().update(n)
+            return is_displayed
 
     return Bar

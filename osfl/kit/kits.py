@@ -10,13 +10,19 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
+from itertools import takewhile
 from pathlib import Path
 from urllib.parse import unquote, urlparse
 
 from osfl.kit.digests import file_sha256
 from osfl.kit.folder import KitError, KitFolder
 from osfl.methods import DIFFUSION_PARTS
+from osfl.util.files import read_bounded, read_json
+from osfl.util.text import sanitize
 
+MAX_CARD_BYTES = 2**20
+# Characters
+MAX_LICENSE = 100
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?", re.ASCII)
 
 
@@ -87,6 +93,22 @@ def find_model(source: str, kind: str, key: str, progress: Progress = _silent) -
     return str(fetch_model(source, kind, key, progress))
 
 
+def find_clip(kit: str, image_encoder: str) -> str:
+    """Return the folder of a whole CLIP: the kit's `clip/`, or `image-encoder`; "" if neither is.
+
+    Raises:
+        FileNotFoundError, KitError: as `find_kit` and `find_model`.
+    """
+    if image_encoder:
+        folder = Path(find_model(image_encoder, "image_encoder", "image-encoder"))
+    else:
+        folder = Path(find_kit(kit)) / "clip"
+    settings = folder / "config.json"
+    if not settings.is_file() or read_json(settings).get("model_type") != "clip":
+        return ""
+    return str(folder)
+
+
 def is_hub_id(name: str) -> bool:
     """Return whether a name is `owner/name` or `owner/name@revision`, and not a local path."""
     return bool(_HUB_ID.fullmatch(name)) and not Path(name).exists()
@@ -112,6 +134,28 @@ def kit_roots() -> list[Path]:
     return [root for root in roots if root.is_dir()]
 
 
+def kit_license(name: str) -> str:
+    """Return the license in the front matter of a kit's model card; "" if none is stated here.
+
+    Args:
+        name: as of `find_kit`. A hub's kit is not fetched for it.
+    """
+    if is_hub_id(name):
+        return ""
+    try:
+        card = read_bounded(Path(find_kit(name)) / "README.md", MAX_CARD_BYTES)
+    # The model may be a site's, which has no kit
+    except (OSError, ValueError):
+        return ""
+    opening, *lines = card.decode(errors="replace").splitlines() or [""]
+    matter = takewhile("---".__ne__, lines) if opening == "---" else ()
+    for line in matter:
+        key, _, value = line.partition(":")
+        if key == "license":
+            return sanitize(value.strip(), MAX_LICENSE)
+    return ""
+
+
 def loaded_files(kit: str, parts: Iterable[str]) -> dict[str, Path]:
     """Return the files that are loaded of some parts of a kit folder, by their paths in it."""
     folder = KitFolder(f"kit = {kit!r}", Path(kit))
@@ -123,6 +167,11 @@ def _readable_files(folder: KitFolder, part: str) -> list[str]:
     with suppress(KitError):
         return folder.loaded_files(part)
     return []
+
+
+def has_second_encoder(kit: str) -> bool:
+    """Return whether a kit folder has a second text encoder."""
+    return KitFolder(f"kit = {kit!r}", Path(kit)).has_second_encoder
 
 
 def download_bytes(kit: str, parts: Iterable[str]) -> int:
@@ -181,46 +230,15 @@ def kit_image_size(kit: str) -> int:
     """
     folder = KitFolder(f"kit = {kit!r}", Path(kit))
     side = folder.settings("unet/config.json").get("sample_size")
-    blocks = folder.settings("vae/config.json").get("block_out_channels")
+    vae = folder.settings("vae/config.json")
+    # A tiny autoencoder names its encoder's and its decoder's blocks
+    blocks = vae.get("block_out_channels", vae.get("decoder_block_out_channels"))
     if not isinstance(side, int) or not isinstance(blocks, list):
         raise KitError(
             f"{folder.setting}: sample_size in unet/config.json must be a whole number, and "
             "block_out_channels in vae/config.json a list"
         )
     return int(side * 2 ** (len(blocks) - 1))
-
-
-def kit_shapes(kit: str) -> tuple[tuple[int, int], tuple[int, int, int], int]:
-    """Return (text condition (L, d), latent (c, h, w), image-condition width or 0) of a kit.
-
-    Only the settings are read, with the libraries' defaults.
-
-    Raises:
-        KitError: the settings are missing, or a size is not a whole number.
-    """
-    folder = KitFolder(f"kit = {kit!r}", Path(kit))
-    unet = folder.settings("unet/config.json")
-    text = folder.settings("text_encoder/config.json")
-    # A full CLIP nests its text encoder's settings
-    text = text["text_config"] if isinstance(text.get("text_config"), dict) else text
-    positions = text.get("max_position_embeddings", 77)
-    file = "tokenizer/tokenizer_config.json"
-    tokenizer = folder.settings(file) if folder.has(file) else {}
-    # A tokenizer without a maximum length makes any number of tokens
-    tokens = tokenizer.get("model_max_length") or positions
-    width = text.get("hidden_size", 512)
-    channels = unet.get("in_channels", 4)
-    size = unet.get("sample_size")
-    image = unet.get("projection_class_embeddings_input_dim") or 0
-    try:
-        condition = int(min(tokens, positions)), int(width)
-        side = int(size)  # type: ignore[arg-type]
-        return condition, (int(channels), side, side), int(image)
-    except (TypeError, ValueError):
-        raise KitError(
-            f"{folder.setting} cannot be read: a size in the settings of its unet, text_encoder or "
-            "tokenizer must be a whole number"
-        ) from None
 
 
 def weights_variant(kit: str, part: str, kind: str = "") -> str | None:

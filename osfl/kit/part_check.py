@@ -8,23 +8,26 @@ from typing import Any
 from osfl.kit.fits import DIFFUSERS_MODELS, TRANSFORMERS_MODELS, check_lora_fit, check_tensor_shapes
 from osfl.kit.folder import SETTINGS, WEIGHTS, KitError, KitFolder, part_path, walk_settings
 from osfl.kit.headers import Shapes, tensor_shapes
-from osfl.methods import LORA, TINY_DECODER
+from osfl.methods import CLIP, LORA, TINY_DECODER
 from osfl.util.files import CorruptFileError, placeholder_problem
 from osfl.util.text import sanitize
 
+TINY_AUTOENCODER = "AutoencoderTiny"  # TAESD; its encoder is deterministic
 CAPTIONERS = ("blip", "blip-2")  # by their model_type
 IMAGE_ENCODERS = ("clip_vision_model", "clip", "dinov2")  # by their model_type
 # Supported values of a part's _class_name (diffusers) or model_type (transformers)
 _DIFFUSERS_CLASSES: Mapping[str, tuple[str, ...]] = {
     "unet": ("UNet2DConditionModel",),
-    "vae": ("AutoencoderKL",),
-    TINY_DECODER: ("AutoencoderTiny",),
+    "vae": ("AutoencoderKL", TINY_AUTOENCODER),
+    TINY_DECODER: (TINY_AUTOENCODER,),
     "image_normalizer": ("StableUnCLIPImageNormalizer",),
 }
 _TRANSFORMERS_TYPES: Mapping[str, tuple[str, ...]] = {
     "text_encoder": ("clip_text_model", "clip"),
+    "text_encoder_2": ("clip_text_model",),
     "captioner": CAPTIONERS,
     "image_encoder": IMAGE_ENCODERS,
+    CLIP: ("clip",),
 }
 SUPPORTED = (
     "OSFL supports kits of Stable Diffusion 1.x and 2.x, such as "
@@ -35,12 +38,17 @@ MODELS = (*DIFFUSERS_MODELS, *TRANSFORMERS_MODELS)
 # A part needs at least one file of each group
 REQUIRED_FILES: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "tokenizer": (("tokenizer.json", "vocab.json"),),
+    "tokenizer_2": (("tokenizer.json", "vocab.json"),),
     "scheduler": (("scheduler_config.json",),),
     "image_noising_scheduler": (("scheduler_config.json",),),
     "feature_extractor": (("preprocessor_config.json",),),
     "captioner": (
         ("preprocessor_config.json", "processor_config.json"),
         ("tokenizer.json", "vocab.txt", "vocab.json"),
+    ),
+    CLIP: (
+        ("preprocessor_config.json", "processor_config.json"),
+        ("tokenizer.json", "vocab.json"),
     ),
 }
 SCHEDULER_TIMESTEPS = 1000  # the default
@@ -81,7 +89,7 @@ def check_part(folder: KitFolder, part: str, kind: str) -> None:
         _check_settings_files(folder, "feature_extractor")
     if kind in SCHEDULERS:
         _check_scheduler(folder, part_path(part, "scheduler_config.json"))
-    if kind == "tokenizer":
+    if kind in ("tokenizer", "tokenizer_2", CLIP):
         _check_tokenizer(folder, part)
     for group in REQUIRED_FILES.get(kind, ()):
         require_one_of(folder, part, group)
@@ -115,8 +123,8 @@ def _check_settings_files(folder: KitFolder, part: str) -> None:
 
 
 def _check_text_file(folder: KitFolder, file: str) -> None:
-    with open(folder.path / file, "rb") as opened:
-        problem = placeholder_problem(opened.read(200))
+    with open(folder.path / file, "rb") as stream:
+        problem = placeholder_problem(stream.read(200))
     if problem:
         raise KitError(f"{folder.setting}: {file} cannot be loaded: {problem}. Fetch it again")
 
@@ -394,7 +402,14 @@ def _check_sizes(
     folder: KitFolder, part: str, kind: str, config: Mapping[str, Any], shapes: Shapes
 ) -> None:
     """Check the sizes of the tensors on which the others depend against the settings."""
-    text = text_settings(folder, part, config) if kind == "text_encoder" else config
+    text = text_settings(folder, part, config) if kind.startswith("text_encoder") else config
+    text_tensors = (
+        ("embeddings.token_embedding.weight", 1, "hidden_size", text.get("hidden_size")),
+        ("embeddings.token_embedding.weight", 0, "vocab_size", text.get("vocab_size")),
+    )
+    if config.get("_class_name") == TINY_AUTOENCODER:
+        # Its layers have numbers; `check_tensors` compares them all
+        kind = TINY_DECODER
     # (end of the tensor's name, axis, the setting's name, its value)
     expected = {
         "unet": (
@@ -405,10 +420,8 @@ def _check_sizes(
             ("decoder.conv_in.weight", 1, "latent_channels", config.get("latent_channels")),
             ("encoder.conv_in.weight", 1, "in_channels", config.get("in_channels")),
         ),
-        "text_encoder": (
-            ("embeddings.token_embedding.weight", 1, "hidden_size", text.get("hidden_size")),
-            ("embeddings.token_embedding.weight", 0, "vocab_size", text.get("vocab_size")),
-        ),
+        "text_encoder": text_tensors,
+        "text_encoder_2": text_tensors,
         "image_normalizer": (("mean", 1, "embedding_dim", config.get("embedding_dim")),),
     }.get(kind, ())
     path = partial(part_path, part)

@@ -11,11 +11,12 @@ from pathlib import Path
 from osfl.config import ClassifierConfig, RunConfig
 from osfl.kit.check import (
     check_captioner,
+    check_clip,
     check_image_encoder,
     check_kit,
     check_lora,
-    check_small_decoder,
     check_steps,
+    check_tiny_decoder,
 )
 from osfl.kit.digests import file_sha256
 from osfl.kit.fits import cached_check
@@ -23,14 +24,15 @@ from osfl.kit.folder import KitFolder
 from osfl.kit.initial_weights import find_initial_weights, weights_need_fetch
 from osfl.kit.kits import find_kit, initial_weights_file, is_hub_id
 from osfl.kit.used_parts import RunModel, run_models
-from osfl.methods import LORA, TINY_DECODER
+from osfl.methods import CLIP, LORA, TINY_DECODER
 
 GB = 1e9
 # Checks of models outside the kit, by part
 _CHECKS: dict[str, Callable[[str], None]] = {
     "captioner": check_captioner,
     "image_encoder": check_image_encoder,
-    TINY_DECODER: check_small_decoder,
+    TINY_DECODER: check_tiny_decoder,
+    CLIP: check_clip,
 }
 
 

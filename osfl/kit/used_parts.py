@@ -3,13 +3,21 @@
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
-from osfl.config import ClassifierConfig, RunConfig, split_names
+from osfl.config import ClassifierConfig, RunConfig, all_parts, split_names
 from osfl.kit.digests import uncached_bytes
 from osfl.kit.folder import KitError
 from osfl.kit.kits import file_digests, find_kit, initial_weights_file, loaded_files
-from osfl.methods import DIFFUSION_PARTS, IMAGE_ENCODER_PARTS, LORA, METHODS, TINY_DECODER
+from osfl.methods import (
+    CLIP,
+    DIFFUSION_PARTS,
+    IMAGE_ENCODER_PARTS,
+    LORA,
+    METHODS,
+    TINY_DECODER,
+)
 
 
 def kit_parts(config: RunConfig, kit: str = "") -> tuple[str, ...]:
@@ -22,14 +30,26 @@ def kit_parts(config: RunConfig, kit: str = "") -> tuple[str, ...]:
     """
     method = METHODS[config.method]
     named: tuple[str, ...] = ("captioner",) if config.captioner else ()
-    # FedDISC's UNet understands only the embeddings of its own kit's encoder
-    if config.image_encoder and config.method != "feddisc":
+    # A UNet with image conditions understands only the embeddings of its own kit's encoder
+    if config.image_encoder and not method.image_conditions:
         named += IMAGE_ENCODER_PARTS
     parts = tuple(part for part in method.client_parts if part not in named)
-    if clients_load_initial_weights(config) and config.classifier.init == "kit":
+    if method.loads_initial_weights and config.classifier.init == "kit":
         architectures = split_names(config.classifier.architecture)
         parts += tuple(dict.fromkeys(initial_weights_file(name, kit) for name in architectures))
     return parts
+
+
+def client_kit_parts(config: RunConfig, kit: str) -> tuple[str, ...]:
+    """Return the folders and files of the kit that clients need for all kinds of payload.
+
+    Args:
+        kit: as `kit_parts`.
+    """
+    by_part = [
+        kit_parts(part, kit) for method, part in all_parts(config).items() if METHODS[method].client
+    ]
+    return tuple(dict.fromkeys(chain.from_iterable(by_part)))
 
 
 @dataclass(frozen=True)
@@ -72,23 +92,28 @@ def run_models(config: RunConfig) -> list[RunModel]:
     """
     models = []
     for step, (kit, parts) in parts_by_step(config).items():
-        key = "feddisc.kit" if kit != config.kit else "kit"
+        key = config.sampling_kit_key if kit != config.kit else "kit"
         side = "clients" if step == "payloads" else "server"
-        takes_image = config.method == "feddisc" if step == "images" else None
+        takes_image = METHODS[config.method].image_conditions if step == "images" else None
         models.append(RunModel(key, kit, parts, side, True, takes_image))
-    for key, source, part in models_outside_kit(config):
-        models.append(RunModel(key, source, (part,), "clients"))
-    for key, source, part in _sampling_models_outside_kit(config):
+    outside_kit = [
+        model for part in all_parts(config).values() for model in models_outside_kit(part)
+    ]
+    for key, source, name in dict.fromkeys(outside_kit):
+        models.append(RunModel(key, source, (name,), "clients"))
+    for key, source, part in _server_models_outside_kit(config):
         models.append(RunModel(key, source, (part,), "server"))
     return [*models, *_initial_weights(config)]
 
 
-def _sampling_models_outside_kit(config: RunConfig) -> list[tuple[str, str, str]]:
-    """Return (key, source, part) of the server's sampling models that are not in the kit."""
+def _server_models_outside_kit(config: RunConfig) -> list[tuple[str, str, str]]:
+    """Return (key, source, part) of the server's models that are not in the kit."""
+    if METHODS[config.method].zero_shot and config.zero_shot.clip:
+        return [("zero-shot.clip", config.zero_shot.clip, CLIP)]
     if not METHODS[config.method].samples:
         return []
     models = [
-        ("synthesis.small-decoder", config.synthesis.small_decoder, TINY_DECODER),
+        ("synthesis.tiny-decoder", config.synthesis.tiny_decoder, TINY_DECODER),
         ("synthesis.lora", config.synthesis.lora, LORA),
     ]
     return [(key, source, part) for key, source, part in models if source not in ("", "kit")]
@@ -96,22 +121,18 @@ def _sampling_models_outside_kit(config: RunConfig) -> list[tuple[str, str, str]
 
 def _initial_weights(config: RunConfig) -> list[RunModel]:
     classifiers = [(key, settings, "server") for key, settings in initial_models(config)]
-    if clients_load_initial_weights(config):
+    if any(METHODS[method].loads_initial_weights for method in all_parts(config)):
         for name in split_names(config.classifier.architecture):
             settings = replace(config.classifier, architecture=name)
             classifiers.append(("classifier.init", settings, "clients"))
+    if config.local_baseline:
+        classifiers.append((*locally_trained_model(config), "clients"))
     models = []
     for key, settings, side in classifiers:
         if settings.init != "none":
             source = config.kit if settings.init == "kit" else settings.init
             models.append(RunModel(key, source, (), side, classifier=settings))
     return list(dict.fromkeys(models))
-
-
-def clients_load_initial_weights(config: RunConfig) -> bool:
-    """Return whether clients load a classifier's initial weights."""
-    method = METHODS[config.method]
-    return method.payload == "Classifier" or method.features
 
 
 def models_outside_kit(config: RunConfig) -> list[tuple[str, str, str]]:
@@ -128,7 +149,7 @@ def models_outside_kit(config: RunConfig) -> list[tuple[str, str, str]]:
 
 def sampling_parts(config: RunConfig) -> tuple[str, ...]:
     """Return the folders of the kit that the server samples with."""
-    decoder = (TINY_DECODER,) if config.synthesis.small_decoder == "kit" else ()
+    decoder = (TINY_DECODER,) if config.synthesis.tiny_decoder == "kit" else ()
     lora = (LORA,) if config.synthesis.lora == "kit" else ()
     return (*DIFFUSION_PARTS, *decoder, *lora)
 
@@ -140,7 +161,7 @@ def parts_by_step(config: RunConfig) -> dict[str, tuple[str, tuple[str, ...]]]:
     """
     method = METHODS[config.method]
     used = {}
-    if method.client and (parts := kit_parts(config, _folder(config.sampling_kit))):
+    if parts := client_kit_parts(config, _folder(config.sampling_kit)):
         used["payloads"] = (config.sampling_kit, parts)
     if method.samples:
         used["images"] = (config.sampling_kit, sampling_parts(config))
@@ -149,6 +170,8 @@ def parts_by_step(config: RunConfig) -> dict[str, tuple[str, tuple[str, ...]]]:
         kit = _folder(config.kit)
         files = dict.fromkeys(initial_weights_file(name, kit) for name in names)
         used["models"] = (config.kit, tuple(files))
+    if method.zero_shot and not config.zero_shot.clip:
+        used["models"] = (config.kit, (CLIP,))
     return used
 
 
@@ -162,27 +185,52 @@ def _folder(kit: str) -> str:
 def final_model(config: RunConfig) -> ClassifierConfig:
     """Return the settings of the final model of an iterative baseline.
 
-    Its architecture is the clients' only one. FedDF uses `global-model.architecture`: if clients
-    use it too, the model is trained with their settings.
+    Its architecture is the clients' only one. A distilled model has `global-model.architecture`: if
+    clients use it too, the model is trained with their settings.
     """
     client_architectures = split_names(config.classifier.architecture)
     architecture = config.global_model.architecture
-    if config.method != "feddf":
+    if not METHODS[config.method].distills:
         return replace(config.classifier, architecture=client_architectures[0])
     if architecture in client_architectures:
         return replace(config.classifier, architecture=architecture)
     return config.global_model
 
 
+def global_settings(config: RunConfig, clip: str = "") -> ClassifierConfig:
+    """Return the settings of a run's global model, with a single architecture.
+
+    Args:
+        clip: the architecture of a zero-shot model, which its weights tell.
+    """
+    method = METHODS[config.method]
+    if method.rounds:
+        return final_model(config)
+    if method.zero_shot:
+        return replace(config.global_model, architecture=clip, small_stem=False, init="pretrained")
+    return config.classifier if method.features else config.global_model
+
+
+def locally_trained_model(config: RunConfig) -> tuple[str, ClassifierConfig]:
+    """Return the key of the `init`, and the settings, of a local-only baseline's model."""
+    is_zero_shot = METHODS[config.method].zero_shot
+    settings = config.global_model if is_zero_shot else global_settings(config)
+    is_global = settings is config.global_model
+    return "global-model.init" if is_global else "classifier.init", settings
+
+
 def initial_models(config: RunConfig) -> list[tuple[str, ClassifierConfig]]:
     """Return every model that the server starts from: the key of its `init`, and its settings."""
-    if config.method == "local":
+    if not METHODS[config.method].global_model or METHODS[config.method].zero_shot:
         return []
     # The clients' classifier, of which only the head is replaced
     if METHODS[config.method].features:
         return [("classifier.init", config.classifier)]
     if not METHODS[config.method].rounds:
-        return [("global-model.init", config.global_model)]
+        # A head on features beside the images' model, as of a mixed run's statistics
+        has_head = any(METHODS[method].features for method in all_parts(config))
+        heads = [("classifier.init", config.classifier)] if has_head else []
+        return [("global-model.init", config.global_model), *heads]
     models = [
         ("classifier.init", replace(config.classifier, architecture=name))
         for name in split_names(config.classifier.architecture)

@@ -17,7 +17,7 @@ stage is a plain training loop with its own checkpoint:
 5. `unclip`: the denoiser's UNet, trained further with the noisy image embedding as an additional
    condition (Ramesh et al. 2022, in Stable unCLIP's form), with dropout of embeddings and captions
    for guidance.
-6. `small_decoder`: a tiny autoencoder (TAESD) with L1 loss to the output of the kit's decoder, for
+6. `tiny_decoder`: a tiny autoencoder (TAESD) with L1 loss to the output of the kit's decoder, for
    the latents of images and for the x0hat that the denoiser predicts from noisy ones.
 7. `lora`: a distilled LoRA (LCM-LoRA, `osfl.kit_training.few_steps`), every style equally often.
 8. `classifier-<architecture>`: initial weights in place of ImageNet's, from a pretext task without
@@ -26,13 +26,15 @@ stage is a plain training loop with its own checkpoint:
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.progress import Progress
 
-from osfl.config import ConfigError
 from osfl.kit_training.recipe import Recipe
 
 
@@ -43,7 +45,7 @@ def train_kit(
     device: str,
     progress: Progress,
     base: Path | None = None,
-) -> dict:
+) -> dict[str, Any]:
     """Train the kit into `out`, and its unCLIP variant into `<out>-unclip`.
 
     An interrupted training resumes from `work`.
@@ -58,26 +60,20 @@ def train_kit(
     Raises:
         ConfigError: `work` holds checkpoints of another recipe.
     """
-    from osfl.kit_training import card, diffusion_model, few_steps, parts
-    from osfl.kit_training.stages import load_corpus
+    from osfl.kit_training import card, diffusion_model, parts
+    from osfl.kit_training.stages import claim_checkpoints, load_corpus
 
-    _claim_checkpoints(work, recipe, device)
+    claim_checkpoints(work, {**asdict(recipe), "device": device})
     corpus = load_corpus(torch.device(device))
     unclip = out.with_name(f"{out.name}-unclip")
     if base:
         stages = _copy_kit(base, out, unclip)
     else:
         stages = diffusion_model.train(out, work, recipe, corpus, progress)
-    if "image_encoder" not in stages:
-        stages |= parts.train_image_encoder(out, work, recipe, corpus, progress)
-    if "captioner" not in stages:
-        stages |= parts.train_captioner(out, work, recipe, corpus, progress)
-    if "unclip" not in stages:
-        stages |= parts.train_unclip(out, unclip, work, recipe, corpus, progress)
-    if "small_decoder" not in stages:
-        stages |= parts.train_small_decoder(out, work, recipe, corpus, progress)
-    if "lora" not in stages:
-        stages |= few_steps.train_lora(out, work, recipe, corpus, progress)
+    arguments = {"work": work, "recipe": recipe, "corpus": corpus, "progress": progress}
+    for stage, train in _trainers(unclip).items():
+        if stage not in stages:
+            stages |= train(out, **arguments)
     trained = frozenset(name.removeprefix("classifier-") for name in stages)
     stages |= parts.train_classifiers(out, work, recipe, corpus, progress, trained)
     log = {
@@ -92,21 +88,22 @@ def train_kit(
     return log
 
 
-def _claim_checkpoints(work: Path, recipe: Recipe, device: str) -> None:
-    """Create the folder of checkpoints, or check that an existing one has the same recipe."""
-    work.mkdir(parents=True, exist_ok=True)
-    description = json.dumps({**asdict(recipe), "device": device}, indent=1)
-    if (file := work / "recipe.json").is_file() and file.read_text() != description:
-        raise ConfigError(
-            f"--work {work}: its checkpoints are of another recipe or device; remove them, or set "
-            "--work to another folder"
-        )
-    file.write_text(description)
+def _trainers(unclip: Path) -> dict[str, Callable[..., dict[str, dict[str, Any]]]]:
+    """Return the functions that train the stages after the diffusion model, in their order."""
+    from osfl.kit_training import few_steps, parts
+
+    return {
+        "image_encoder": parts.train_image_encoder,
+        "captioner": parts.train_captioner,
+        "unclip": partial(parts.train_unclip, unclip=unclip),
+        "tiny_decoder": parts.train_tiny_decoder,
+        "lora": few_steps.train_lora,
+    }
 
 
-def _copy_kit(base: Path, out: Path, unclip: Path) -> dict[str, dict]:
+def _copy_kit(base: Path, out: Path, unclip: Path) -> dict[str, dict[str, Any]]:
     """Copy a finished kit and its unCLIP variant; return the log of its stages."""
-    stages = json.loads((base / "training.json").read_text())["stages"]
+    stages: dict[str, dict[str, Any]] = json.loads((base / "training.json").read_text())["stages"]
     if base.resolve() != out.resolve():
         shutil.copytree(base, out, dirs_exist_ok=True)
         if "unclip" in stages:

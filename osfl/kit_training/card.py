@@ -1,20 +1,24 @@
 """Evaluate a finished kit, and write the model cards of both kits."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 from rich.progress import Progress
 from sklearn.linear_model import LogisticRegression
+from torch import nn
 
 from osfl.data import digits
-from osfl.data.render import STYLES
+from osfl.data.render import CLASSES, STYLES
 from osfl.methods import LORA, TINY_DECODER
 from osfl.models import classifiers, diffusion, encoders
 from osfl.util.pixels import LEVELS, to_float
 
 CPU = torch.device("cpu")
+# Read by `kit_license`, and by the Hugging Face Hub
+FRONT_MATTER = "---\nlicense: apache-2.0\n---\n\n"
 
 
 def check_kit(
@@ -24,17 +28,17 @@ def check_kit(
     per_prompt: int = 10,
     per_domain: int = 20,
     steps: int = 50,
-) -> dict[str, dict]:
+) -> dict[str, dict[str, Any]]:
     """Measure the quality figures of the cards, and write their sample sheets.
 
     Captions and embeddings are evaluated on the test split, in all six domains: images like the
     clients', unseen by every stage.
     """
-    test = digits.load_split("test").with_format("numpy")
-    pixels = torch.from_numpy(np.stack(test["image"])).permute(0, 3, 1, 2)
-    labels = np.array(test["label"])
-    domains = np.array([STYLES.index(d) for d in test["domain"]])
-    checks: dict[str, dict] = {
+    test = digits.load_split("test")
+    pixels = torch.from_numpy(test.images).permute(0, 3, 1, 2)
+    labels = test.labels
+    domains = np.array([STYLES.index(d) for d in test.domains])
+    checks: dict[str, dict[str, Any]] = {
         "styles": _check_styles(kit, progress, per_prompt, steps=steps),
         "few_steps": _check_styles(kit, progress, per_prompt, few_steps=True),
         "captions": _check_captions(
@@ -44,7 +48,7 @@ def check_kit(
             encoders.load_image_encoder(str(kit), CPU), pixels, labels, domains
         ),
     }
-    checks["small_decoder"] = _check_small_decoder(diffusion.load_kit(kit), str(kit), pixels)
+    checks["tiny_decoder"] = _check_tiny_decoder(diffusion.load_kit(kit), str(kit), pixels)
     return checks | {"unclip": _check_unclip(unclip, pixels, labels, domains, steps, per_domain)}
 
 
@@ -65,8 +69,7 @@ def _check_styles(
         For each kind of prompt, the share of samples that the pretext classifier assigns to the
         requested style.
     """
-    pretext = classifiers.build_classifier("resnet18", 4 * len(STYLES), small_stem=True)
-    classifiers.load_initial_weights(pretext, kit / "classifiers" / "resnet18.safetensors")
+    pretext = _pretext_classifier(kit)
     pipe = diffusion.load_pipeline(kit)
     guidance = 3.0
     if few_steps:
@@ -78,9 +81,7 @@ def _check_styles(
     shares = {}
     rows = []
     for style in ("", *STYLES):
-        prompts = [
-            f"a {style} of a {name}" if style else f"an image of {name}" for name in digits.CLASSES
-        ]
+        prompts = [f"a {style} of a {name}" if style else f"an image of {name}" for name in CLASSES]
         generator = torch.Generator().manual_seed(0)
         arrays = pipe(
             prompts,
@@ -92,14 +93,12 @@ def _check_styles(
         ).images
         pictures = torch.from_numpy(arrays).permute(0, 3, 1, 2)
         with torch.no_grad():
-            logits = pretext.eval()(classifiers.normalize(pictures * 2 - 1))
+            logits = pretext(classifiers.normalize(pictures * 2 - 1))
         predicted = logits.argmax(dim=1) % len(STYLES)
         is_right = predicted == STYLES.index(style or "photo")
         name = f"{style} prompts" if style else "class prompts, photographs"
         shares[name] = round(is_right.float().mean().item(), 3)
-        samples = [
-            arrays[c * per_prompt + i] for c in range(len(digits.CLASSES)) for i in range(columns)
-        ]
+        samples = [arrays[c * per_prompt + i] for c in range(len(CLASSES)) for i in range(columns)]
         rows.append(np.concatenate(samples, axis=1))
         progress.advance(bar)
     if not few_steps:
@@ -107,14 +106,19 @@ def _check_styles(
     return shares
 
 
+def _pretext_classifier(kit: Path) -> nn.Module:
+    """Return the kit's ResNet-18, which tells rotations and styles apart."""
+    pretext = classifiers.build_classifier("resnet18", 4 * len(STYLES), small_stem=True)
+    classifiers.load_initial_weights(pretext, kit / "classifiers" / "resnet18.safetensors")
+    return pretext.eval()
+
+
 def _check_captions(
     captioner: encoders.Captioner, pixels: torch.Tensor, labels: np.ndarray, domains: np.ndarray
 ) -> dict[str, dict[str, float]]:
     """Return, per domain, the shares of captions that name the digit, the style, a wrong style."""
     captions = [text.replace(",", " ").split() for text in captioner(pixels)]
-    digit = np.array(
-        [digits.CLASSES[y] in words for words, y in zip(captions, labels, strict=True)]
-    )
+    digit = np.array([CLASSES[y] in words for words, y in zip(captions, labels, strict=True)])
     style = np.array([STYLES[d] in words for words, d in zip(captions, domains, strict=True)])
     styles_named = np.array([len({*STYLES}.intersection(words)) for words in captions])
     # A caption names a wrong style if it names more styles than the right one
@@ -130,13 +134,13 @@ def _check_embeddings(
     encoder: encoders.ImageEncoder, pixels: torch.Tensor, labels: np.ndarray, domains: np.ndarray
 ) -> dict[str, float]:
     """Return the test accuracy of linear probes trained on 3,000 public images."""
-    public = digits.load_split("public").with_format("numpy")
-    rows = np.random.default_rng(0).permutation(len(public))[:3000]
-    images = torch.from_numpy(np.stack(public[rows]["image"])).permute(0, 3, 1, 2)
+    split = digits.load_split("public")
+    public = split.select(np.random.default_rng(0).permutation(len(split))[:3000])
+    images = torch.from_numpy(public.images).permute(0, 3, 1, 2)
     train = encoder(images).numpy()
     test = encoder(pixels).numpy()
-    styles = [STYLES.index(d) for d in public[rows]["domain"]]
-    targets = {"digit": (public[rows]["label"], labels), "style": (styles, domains)}
+    styles = [STYLES.index(d) for d in public.domains]
+    targets = {"digit": (public.labels, labels), "style": (styles, domains)}
     accuracy = {}
     for name, (train_targets, test_targets) in targets.items():
         probe = LogisticRegression(max_iter=2000).fit(train, train_targets)
@@ -162,7 +166,7 @@ def _check_unclip(
     pipe = diffusion.load_unclip_pipeline(unclip)
     rows = _evenly_spaced_rows(domains, per_domain)
     embeddings = encoder(pixels[rows])
-    others = encoder(pixels[_similar_rows(rows, domains * len(digits.CLASSES) + labels)])
+    others = encoder(pixels[_similar_rows(rows, domains * len(CLASSES) + labels)])
     sheet = [pixels[rows].permute(0, 2, 3, 1).numpy() / 255]
     checks = {}
     for level in (0, 500):
@@ -212,12 +216,12 @@ def _similar_rows(rows: np.ndarray, kinds: np.ndarray) -> list[int]:
     ]
 
 
-def _check_small_decoder(kit: diffusion.Kit, source: str, pixels: torch.Tensor) -> dict[str, float]:
+def _check_tiny_decoder(kit: diffusion.Kit, source: str, pixels: torch.Tensor) -> dict[str, float]:
     """Return mean absolute errors on test images, in levels of 255.
 
     They are those of the tiny autoencoder against the kit's decoder D, and of D against the images.
     """
-    tiny = diffusion.load_small_decoder(source, kit, TINY_DECODER)
+    tiny = diffusion.load_tiny_decoder(source, kit, TINY_DECODER)
     images = to_float(pixels[:: max(1, len(pixels) // 600)])
     with torch.no_grad():
         latents = kit.encode(images)[0]
@@ -234,13 +238,13 @@ def _save_sheet(rows: list[np.ndarray], file: Path) -> None:
     sheet.resize((sheet.width * 2, sheet.height * 2), Image.Resampling.NEAREST).save(file)
 
 
-def write_cards(kit: Path, unclip: Path, log: dict) -> None:
+def write_cards(kit: Path, unclip: Path, log: dict[str, Any]) -> None:
     """Write `README.md` of both kits from the log of their training."""
     (kit / "README.md").write_text(_kit_card(log))
     (unclip / "README.md").write_text(_unclip_card(log))
 
 
-def _kit_card(log: dict) -> str:
+def _kit_card(log: dict[str, Any]) -> str:
     recipe = log["recipe"]
     checks = log["checks"]
     shares = "".join(
@@ -256,7 +260,7 @@ def _kit_card(log: dict) -> str:
         for name, stage in log["stages"].items()
         if name.startswith("classifier-") and "accuracy" in stage
     )
-    return f"""# kits/digits
+    return f"""{FRONT_MATTER}# kits/digits
 
 A miniature of Stable Diffusion in the same folder format: autoencoder (f = 4, 32 px to 4 x 8 x 8), text-conditioned UNet, CLIP text encoder and
 tokenizer ({recipe["text_length"]} tokens of {recipe["text_width"]}), scheduler. Beside them are the models that clients of some methods need: `captioner/` (BLIP), `image_encoder/` with
@@ -295,8 +299,8 @@ corpus:
 {captions}
 Linear probes on the image encoder's embeddings, trained on 3,000 public images: digit {checks["embeddings"]["digit"]:.0%}, style {checks["embeddings"]["style"]:.0%}.
 
-`small_decoder/` is a tiny autoencoder (TAESD's format; `synthesis.small-decoder = "kit"`). On test images' latents, its output differs from the kit's decoder's by
-{checks["small_decoder"]["from D"]} levels of 255 on average. The kit's decoder differs from the images by {checks["small_decoder"]["D from the image"]}.
+`tiny_decoder/` is a tiny autoencoder (TAESD's format; `synthesis.tiny-decoder = "kit"`). On test images' latents, its output differs from the kit's decoder's by
+{checks["tiny_decoder"]["from D"]} levels of 255 on average. The kit's decoder differs from the images by {checks["tiny_decoder"]["D from the image"]}.
 
 Accuracy of the classifiers' initial weights on their pretext task (which of four rotations and of six styles; public images, rounded weights):
 
@@ -305,7 +309,7 @@ Accuracy of the classifiers' initial weights on their pretext task (which of fou
 {pretext}"""
 
 
-def _stage_rows(log: dict) -> str:
+def _stage_rows(log: dict[str, Any]) -> str:
     recipe = log["recipe"]
     rows = ""
     for name, stage in log["stages"].items():
@@ -318,14 +322,14 @@ def _stage_rows(log: dict) -> str:
     return rows
 
 
-def _unclip_card(log: dict) -> str:
+def _unclip_card(log: dict[str, Any]) -> str:
     recipe = log["recipe"]
     levels = "".join(
         f"| {level.removeprefix('level ')} | {cosines['own image']:.2f} | "
         f"{cosines['another of its class and domain']:.2f} |\n"
         for level, cosines in log["checks"]["unclip"].items()
     )
-    return f"""# kits/digits-unclip
+    return f"""{FRONT_MATTER}# kits/digits-unclip
 
 `kits/digits` in the folder format of Stable unCLIP: the same autoencoder, text encoder, scheduler and image encoder; a UNet trained further
 ({recipe["unclip_steps"]:,} steps of {recipe["unclip_batch"]}) with the noisy image embedding as an additional condition; the embeddings' mean and standard deviation, and the schedule of

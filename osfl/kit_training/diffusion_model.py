@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.progress import Progress
@@ -19,7 +20,7 @@ from osfl.util.seeds import seed_of
 
 def train(
     out: Path, work: Path, recipe: Recipe, corpus: Corpus, progress: Progress
-) -> dict[str, dict]:
+) -> dict[str, dict[str, Any]]:
     """Train both stages and write the Stable Diffusion folder, in half precision.
 
     Returns:
@@ -36,7 +37,8 @@ def train(
         posterior = vae.encode(x).latent_dist
         noise = torch.randn(posterior.mean.shape, generator=generator, device=device)
         restored = vae.decode(posterior.mean + posterior.std * noise).sample
-        return F.l1_loss(restored, x) + recipe.kl_weight * posterior.kl().mean()
+        loss: torch.Tensor = F.l1_loss(restored, x) + recipe.kl_weight * posterior.kl().mean()
+        return loss
 
     stage = Stage(
         "vae",
@@ -112,4 +114,6 @@ def noise_prediction_loss(
         diffusion.forward_noise(x0, eps, a_t), t, encoder_hidden_states=hidden, class_labels=image
     ).sample
     snr = a_t / (1 - a_t)
-    return ((prediction - eps).square().mean(dim=(1, 2, 3)) * snr.clamp(max=5) / snr).mean()
+    errors = (prediction - eps).square().mean(dim=(1, 2, 3))
+    loss: torch.Tensor = (errors * snr.clamp(max=5) / snr).mean()
+    return loss

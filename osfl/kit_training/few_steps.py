@@ -9,6 +9,7 @@ LCM-LoRA: Luo et al., arXiv 2311.05556. Latent consistency distillation: Luo et 
 """
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.progress import Progress
@@ -18,6 +19,7 @@ from osfl.kit_training.recipe import Recipe
 from osfl.kit_training.stages import Corpus, Stage, run_stage
 from osfl.methods import LORA
 from osfl.models import diffusion
+from osfl.models.conditioning import Conditioning
 from osfl.util.pixels import to_float
 from osfl.util.seeds import seed_of
 
@@ -44,7 +46,7 @@ TARGETS = (
 
 def train_lora(
     out: Path, work: Path, recipe: Recipe, corpus: Corpus, progress: Progress
-) -> dict[str, dict]:
+) -> dict[str, dict[str, Any]]:
     """Distill the kit's guided UNet into a LoRA, and write it to `lora/`."""
     from peft import LoraConfig
 
@@ -98,8 +100,8 @@ def consistency_loss(
     student: diffusion.Kit,
     teacher: diffusion.Kit,
     x0: torch.Tensor,
-    condition: torch.Tensor,
-    unconditional: torch.Tensor,
+    condition: Conditioning,
+    unconditional: Conditioning,
     guidance: float,
     noise: torch.Tensor,
     step: torch.Tensor,
@@ -112,8 +114,8 @@ def consistency_loss(
 
     Args:
         x0: clean latents [B, c, h, w].
-        condition: [B, L, d].
-        unconditional: the empty prompt's encoding [1, L, d].
+        condition: of B rows.
+        unconditional: the empty prompt's, one row.
         guidance: w in diffusers' convention, where 1 is the conditional prediction alone.
         noise: as x0.
         step: of the teacher's schedule, 0 .. schedule - 1, [B].
@@ -129,7 +131,7 @@ def consistency_loss(
     prediction = consistency(student, z, t, condition)
     with torch.no_grad():
         e_cond = teacher.eps(z, t, condition)
-        e_uncond = teacher.eps(z, t, unconditional.expand(len(z), -1, -1))
+        e_uncond = teacher.eps(z, t, unconditional.expand(len(z)))
         e = e_uncond + guidance * (e_cond - e_uncond)
         z_lower = diffusion.ddim_step(z, e, a_t, a_lower)
         target = consistency(student, z_lower, t_lower, condition)
@@ -137,7 +139,7 @@ def consistency_loss(
 
 
 def consistency(
-    kit: diffusion.Kit, z: torch.Tensor, t: torch.Tensor, condition: torch.Tensor
+    kit: diffusion.Kit, z: torch.Tensor, t: torch.Tensor, condition: Conditioning
 ) -> torch.Tensor:
     """Return the clean latent in one step: f(z, t) = c_skip(t) z + c_out(t) x0hat(z, t).
 
@@ -146,11 +148,12 @@ def consistency(
     Args:
         z: [B, c, h, w].
         t: [B].
-        condition: [B, L, d].
+        condition: of B rows.
     """
     scheduler = diffusion.new_solver("lcm", kit.scheduler)
     c_skip, c_out = (
         part.view(-1, 1, 1, 1) for part in scheduler.get_scalings_for_boundary_condition_discrete(t)
     )
     a_t = kit.alphas_cumprod[t].view(-1, 1, 1, 1)
-    return c_skip * z + c_out * diffusion.x0hat(z, kit.eps(z, t, condition), a_t)
+    x0: torch.Tensor = c_skip * z + c_out * diffusion.x0hat(z, kit.eps(z, t, condition), a_t)
+    return x0

@@ -6,6 +6,7 @@ Each function writes its part of the kit at the end, and returns the log of its 
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.progress import Progress
@@ -35,7 +36,7 @@ def train_classifiers(
     corpus: Corpus,
     progress: Progress,
     trained: frozenset[str] = frozenset(),
-) -> dict[str, dict]:
+) -> dict[str, dict[str, Any]]:
     """Train initial weights of the recipe's architectures, except those already `trained`.
 
     The pretext task has 4 rotations x 6 styles.
@@ -51,9 +52,7 @@ def train_classifiers(
         return classifiers.normalize(rotated), turns * len(STYLES) + corpus.style[rows]
 
     (out / "classifiers").mkdir(exist_ok=True)
-    for architecture in recipe.classifiers:
-        if architecture in trained:
-            continue
+    for architecture in (name for name in recipe.classifiers if name not in trained):
         name = f"classifier-{architecture}"
         torch.manual_seed(seed_of(recipe.seed, name))
         model = classifiers.build_classifier(
@@ -64,13 +63,8 @@ def train_classifiers(
             x, target = pretext(generator)
             return F.cross_entropy(model(x), target)
 
-        stage = Stage(
-            name,
-            nn.ModuleDict({"model": model}),
-            recipe.classifier_steps,
-            recipe.classifier_lr,
-            loss,
-        )
+        modules = nn.ModuleDict({"model": model})
+        stage = Stage(name, modules, recipe.classifier_steps, recipe.classifier_lr, loss)
         log[name] = run_stage(stage, work, recipe.seed, device, progress)
         bits = BITS.get(architecture, 4)
         classifiers.round_weights(model, bits)
@@ -90,12 +84,13 @@ def _pretext_accuracy(model: nn.Module, pretext: _Batch, generator: torch.Genera
         for _ in range(20):
             images, labels = pretext(generator)
             accuracies.append((model(images).argmax(1) == labels).float().mean().item())
-    return round(sum(accuracies) / len(accuracies), 4)
+    accuracy: float = round(sum(accuracies) / len(accuracies), 4)
+    return accuracy
 
 
 def train_image_encoder(
     out: Path, work: Path, recipe: Recipe, corpus: Corpus, progress: Progress
-) -> dict[str, dict]:
+) -> dict[str, dict[str, Any]]:
     """Train a CLIP vision tower with SLIP's losses: image against caption, view against view."""
     device = corpus.pixels.device
     torch.manual_seed(seed_of(recipe.seed, "image_encoder"))
@@ -112,7 +107,7 @@ def train_image_encoder(
     )
 
     def embed(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        view = (_view(x, generator) + 1) / 2
+        view = (random_view(x, generator) + 1) / 2
         return F.normalize(encoder.model((view - mean) / std).image_embeds)
 
     def loss(generator: torch.Generator) -> torch.Tensor:
@@ -156,7 +151,7 @@ def _captions(text: encoders.TextEncoder, corpus: Corpus) -> tuple[torch.Tensor,
     )
 
 
-def _view(x: torch.Tensor, generator: torch.Generator, turn: float = 0.0) -> torch.Tensor:
+def random_view(x: torch.Tensor, generator: torch.Generator, turn: float = 0.0) -> torch.Tensor:
     """Return shifted, scaled, slightly noisy views [B, 3, H, W], rotated by up to `turn` radians.
 
     Colors do not change: a style has its own.
@@ -194,7 +189,7 @@ def _permute_colors(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor
 
 def train_captioner(
     out: Path, work: Path, recipe: Recipe, corpus: Corpus, progress: Progress
-) -> dict[str, dict]:
+) -> dict[str, dict[str, Any]]:
     """Train a BLIP with the captioning loss on the images that have a caption."""
     device = corpus.pixels.device
     torch.manual_seed(seed_of(recipe.seed, "captioner"))
@@ -212,13 +207,14 @@ def train_captioner(
 
     def loss(generator: torch.Generator) -> torch.Tensor:
         rows = corpus.draw_balanced(recipe.captioner_batch, generator, among=captioned)
-        view = _view(_permute_colors(corpus.images(rows), generator), generator, turn=0.2)
+        view = random_view(_permute_colors(corpus.images(rows), generator), generator, turn=0.2)
         x = ((view + 1) / 2 - mean) / std
         tokens = batch.input_ids[rows]
         mask = batch.attention_mask[rows]
-        return captioner.model(
+        loss: torch.Tensor = captioner.model(
             x, tokens, attention_mask=mask, labels=tokens.masked_fill(mask == 0, -100)
         ).loss
+        return loss
 
     stage = Stage(
         "captioner",
@@ -236,7 +232,7 @@ def train_captioner(
 
 def train_unclip(
     out: Path, unclip: Path, work: Path, recipe: Recipe, corpus: Corpus, progress: Progress
-) -> dict[str, dict]:
+) -> dict[str, dict[str, Any]]:
     """Train the kit's UNet with an image embedding as an additional condition.
 
     It is written as a Stable unCLIP folder of its own.
@@ -250,7 +246,7 @@ def train_unclip(
     mean, logvar = (torch.cat(part) for part in zip(*posteriors, strict=True))
     distinct = ["", *sorted(set(corpus.captions) - {""})]
     number = {caption: index for index, caption in enumerate(distinct)}
-    hidden = kit.text(distinct)
+    hidden = kit.text.states(distinct)
     caption_of = torch.tensor([number[c] for c in corpus.captions], device=device)
     torch.manual_seed(seed_of(recipe.seed, "unclip"))
     unet = untrained.new_unclip_unet(kit.unet, recipe.embedding).requires_grad_()
@@ -302,9 +298,9 @@ def _write_unclip(
             file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
-def train_small_decoder(
+def train_tiny_decoder(
     out: Path, work: Path, recipe: Recipe, corpus: Corpus, progress: Progress
-) -> dict[str, dict]:
+) -> dict[str, dict[str, Any]]:
     """Train a tiny autoencoder (TAESD) to decode like the kit's decoder.
 
     It learns x0hat of every noise level too, because classifier guidance decodes it.
@@ -312,11 +308,11 @@ def train_small_decoder(
     device = corpus.pixels.device
     kit = diffusion.load_kit(out, device)
     torch.manual_seed(seed_of(recipe.seed, "small_decoder"))
-    tiny = untrained.new_small_decoder(recipe.small_decoder_width)
+    tiny = untrained.new_tiny_decoder(recipe.tiny_decoder_width)
     hidden = kit.text([""])
 
     def loss(generator: torch.Generator) -> torch.Tensor:
-        rows = corpus.draw_balanced(recipe.small_decoder_batch, generator)
+        rows = corpus.draw_balanced(recipe.tiny_decoder_batch, generator)
         with torch.no_grad():
             x0, _ = kit.encode(corpus.images(rows))
             t = torch.randint(
@@ -325,7 +321,7 @@ def train_small_decoder(
             a_t = kit.alphas_cumprod[t]
             noise = torch.randn(x0.shape, generator=generator, device=device)
             z = diffusion.forward_noise(x0, noise, a_t)
-            e = kit.eps(z, t, hidden.expand(len(rows), -1, -1))
+            e = kit.eps(z, t, hidden.expand(len(rows)))
             is_clean = torch.rand(len(rows), generator=generator, device=device) < 0.5
             x0hat = diffusion.x0hat(z, e, a_t.view(-1, 1, 1, 1))
             latents = torch.where(is_clean.view(-1, 1, 1, 1), x0, x0hat)
@@ -333,13 +329,13 @@ def train_small_decoder(
         return F.l1_loss(tiny.decode(latents).sample, target)
 
     stage = Stage(
-        "small_decoder",
+        "tiny_decoder",
         nn.ModuleDict({"decoder": tiny.decoder}),
-        recipe.small_decoder_steps,
-        recipe.small_decoder_lr,
+        recipe.tiny_decoder_steps,
+        recipe.tiny_decoder_lr,
         loss,
         ema_decay=0.995,
     )
     log = run_stage(stage, work, recipe.seed, device, progress)
     tiny.half().save_pretrained(out / TINY_DECODER)
-    return {"small_decoder": log}
+    return {"tiny_decoder": log}

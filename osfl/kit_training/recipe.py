@@ -45,10 +45,10 @@ class Recipe:
     unclip_lr: float = 5e-4
     unclip_caption_dropout: float = 0.5
     unclip_image_dropout: float = 0.1
-    small_decoder_steps: int = 1500
-    small_decoder_batch: int = 64
-    small_decoder_lr: float = 2e-3
-    small_decoder_width: int = 24
+    tiny_decoder_steps: int = 1500
+    tiny_decoder_batch: int = 64
+    tiny_decoder_lr: float = 2e-3
+    tiny_decoder_width: int = 24
     lora_steps: int = 2400
     lora_batch: int = 64
     lora_lr: float = 1e-3

@@ -1,21 +1,28 @@
 """The corpus, and the resumable training loop that all stages share."""
 
+import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from rich.progress import Progress
 from torch import nn
 
+from osfl.config import ConfigError
 from osfl.data import digits
 from osfl.data.render import STYLES
+from osfl.util.files import write_atomically
 from osfl.util.pixels import to_float
 from osfl.util.seeds import seed_of
+
+# Time between two checkpoints of a training of hours on a machine that others use
+CHECKPOINT_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
@@ -50,10 +57,10 @@ class Corpus:
 
 def load_corpus(device: torch.device) -> Corpus:
     """Load the public split; its images are rendered deterministically."""
-    rows = digits.load_split("public").with_format("numpy")
-    pixels = torch.from_numpy(np.stack(rows["image"])).permute(0, 3, 1, 2).to(device)
-    style = torch.tensor([STYLES.index(s) for s in rows["domain"]], device=device)
-    return Corpus(pixels, style, tuple(str(caption) for caption in rows["caption"]))
+    public = digits.load_split("public")
+    pixels = torch.from_numpy(public.images).permute(0, 3, 1, 2).to(device)
+    style = torch.tensor([STYLES.index(s) for s in public.domains], device=device)
+    return Corpus(pixels, style, tuple(public.captions))
 
 
 @dataclass
@@ -67,18 +74,23 @@ class Stage:
     # The loss of one step; all its randomness comes from the generator
     loss: Callable[[torch.Generator], torch.Tensor]
     ema_decay: float = 0.0
+    # Without decay, more steps can be added after the last one
+    decay: bool = True
+    # Steps between two checkpoints, or fewer if they take longer than these seconds
+    interval: int = 100
+    patience: float = math.inf
 
 
 def run_stage(
     stage: Stage, folder: Path, seed: int, device: torch.device, progress: Progress
-) -> dict:
+) -> dict[str, Any]:
     """Train a stage to its end, from its checkpoint if there is one.
 
     Leaves `stage.modules` at the (averaged) final weights. Every step's randomness is seeded by
     (seed, stage, step), so that an interrupted training ends with the same weights.
 
     Returns:
-        The seconds spent, and the mean loss of every 100 steps.
+        The steps taken, the seconds spent, and the mean loss between two checkpoints.
     """
     modules = stage.modules.to(device).train()
     optimizer = torch.optim.AdamW(
@@ -87,7 +99,7 @@ def run_stage(
     average = {k: v.clone() for k, v in modules.state_dict().items()}
     file = folder / f"{stage.name}.pt"
     step = 0
-    log: dict = {"seconds": 0.0, "losses": []}
+    log: dict[str, Any] = {"seconds": 0.0, "losses": []}
     if file.exists():
         checkpoint = torch.load(file, map_location=device, weights_only=True)
         modules.load_state_dict(checkpoint["modules"])
@@ -106,7 +118,9 @@ def run_stage(
         progress.update(
             bar, completed=step, description=f"{stage.name} loss {np.mean(losses[-50:]):.4f}"
         )
-        if step % 100 == 0 or step == stage.steps:
+        is_late = time.perf_counter() - start > stage.patience
+        if step % stage.interval == 0 or step == stage.steps or is_late:
+            log["steps"] = step
             log["seconds"] += time.perf_counter() - start
             log["losses"].append(round(float(np.mean(losses)), 5))
             start = time.perf_counter()
@@ -128,10 +142,9 @@ def _train_step(
     generator: torch.Generator,
 ) -> float:
     """Take one step and return its loss; the learning rate has 100 warm-up steps, then a cosine."""
+    cosine = 0.5 * (1 + math.cos(math.pi * step / stage.steps)) if stage.decay else 1
     for group in optimizer.param_groups:
-        group["lr"] = (
-            stage.lr * min(1, (step + 1) / 100) * 0.5 * (1 + math.cos(math.pi * step / stage.steps))
-        )
+        group["lr"] = stage.lr * min(1, (step + 1) / 100) * cosine
     loss = stage.loss(generator)
     optimizer.zero_grad()
     loss.backward()
@@ -146,3 +159,26 @@ def _update_average(average: dict[str, torch.Tensor], modules: nn.ModuleDict, de
             average[name].lerp_(value, 1 - decay)
         else:
             average[name].copy_(value)
+
+
+def claim_checkpoints(work: Path, description: Mapping[str, Any]) -> None:
+    """Create the folder of checkpoints, or check that an existing one has the same recipe.
+
+    Args:
+        description: everything that the checkpoints depend on.
+
+    Raises:
+        ConfigError: the folder's checkpoints are of another recipe.
+    """
+    work.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(description, indent=1)
+    file = work / "recipe.json"
+    if file.is_file() and file.read_text() != text:
+        stored = json.loads(file.read_text())
+        current = json.loads(text)
+        keys = [key for key in {**stored, **current} if stored.get(key) != current.get(key)]
+        raise ConfigError(
+            f"--work {work}: its checkpoints are of another recipe (another "
+            f"{', '.join(keys).replace('_', '-')}); remove them, or set --work to another folder"
+        )
+    write_atomically(file, text.encode())

@@ -19,7 +19,9 @@ from transformers import (
     BlipProcessor,
     BlipTextConfig,
     BlipVisionConfig,
+    CLIPConfig,
     CLIPImageProcessor,
+    CLIPModel,
     CLIPTextConfig,
     CLIPTextModel,
     CLIPTokenizer,
@@ -32,6 +34,8 @@ from osfl.models.encoders import Captioner, ImageEncoder, TextEncoder
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderTiny, StableDiffusionPipeline, StableUnCLIPImg2ImgPipeline
+
+    from osfl.kit_training.photographs.recipe import PhotographRecipe
 
 
 # ---- The diffusion model. diffusers' pipelines take seconds to import ----
@@ -61,6 +65,25 @@ def new_unet(text_width: int) -> UNet2DConditionModel:
         cross_attention_dim=text_width,
         attention_head_dim=4,
         norm_num_groups=16,
+    )
+
+
+def new_photograph_unet(recipe: "PhotographRecipe", vae: "AutoencoderTiny") -> UNet2DConditionModel:
+    """Build a text-conditioned UNet on a tiny autoencoder's latents, with attention everywhere."""
+    unet = recipe.unet
+    depth = len(unet.channels)
+    factor = 2 ** (len(vae.config.block_out_channels) - 1)
+    return UNet2DConditionModel(
+        sample_size=recipe.image_size // factor,
+        in_channels=vae.config.latent_channels,
+        out_channels=vae.config.latent_channels,
+        down_block_types=("CrossAttnDownBlock2D",) * depth,
+        up_block_types=("CrossAttnUpBlock2D",) * depth,
+        block_out_channels=unet.channels,
+        layers_per_block=unet.layers,
+        cross_attention_dim=recipe.text.width,
+        attention_head_dim=unet.heads,
+        norm_num_groups=min(16, *unet.channels),
     )
 
 
@@ -101,7 +124,7 @@ def new_embedding_noise(mean: torch.Tensor, std: torch.Tensor) -> EmbeddingNoise
     )
 
 
-def new_small_decoder(width: int) -> "AutoencoderTiny":
+def new_tiny_decoder(width: int) -> "AutoencoderTiny":
     """Build a tiny autoencoder (TAESD) for `new_vae`'s latents.
 
     Its encoder is unused, and as small as possible.
@@ -130,7 +153,7 @@ def new_scheduler() -> DDIMScheduler:
 
 
 def pipeline(
-    vae: AutoencoderKL, unet: UNet2DConditionModel, text: TextEncoder
+    vae: "AutoencoderKL | AutoencoderTiny", unet: UNet2DConditionModel, text: TextEncoder
 ) -> "StableDiffusionPipeline":
     """Build diffusers' own pipeline, whose `save_pretrained` writes the Stable Diffusion folder."""
     from diffusers import StableDiffusionPipeline
@@ -248,6 +271,51 @@ def new_image_encoder(size: int, width: int, projection: int) -> ImageEncoder:
     edge = {"height": size, "width": size}
     processor = CLIPImageProcessor(size=edge, crop_size=edge, do_center_crop=False)
     return ImageEncoder(CLIPVisionModelWithProjection(config), processor)
+
+
+def new_clip(
+    captions: Sequence[str], recipe: "PhotographRecipe"
+) -> tuple[CLIPModel, CLIPTokenizer, CLIPImageProcessor]:
+    """Build a miniature CLIP with a tokenizer trained on `captions`, and its preprocessing."""
+    text = recipe.text
+    image = recipe.image_encoder
+    tokenizer = _train_tokenizer(captions, text.length)
+    text_settings = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": text.width,
+        "intermediate_size": 4 * text.width,
+        "num_hidden_layers": text.layers,
+        "num_attention_heads": text.heads,
+        "max_position_embeddings": text.length,
+        "projection_dim": image.embedding,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    image_settings = {
+        "hidden_size": image.width,
+        "intermediate_size": 4 * image.width,
+        "num_hidden_layers": image.layers,
+        "num_attention_heads": image.heads,
+        "projection_dim": image.embedding,
+        "image_size": recipe.image_size,
+        "patch_size": image.patch,
+    }
+    config = CLIPConfig(
+        text_config=text_settings, vision_config=image_settings, projection_dim=image.embedding
+    )
+    edge = {"height": recipe.image_size, "width": recipe.image_size}
+    processor = CLIPImageProcessor(size=edge, crop_size=edge, do_center_crop=False)
+    return CLIPModel(config), tokenizer, processor
+
+
+def image_tower(clip: CLIPModel) -> CLIPVisionModelWithProjection:
+    """Return the image encoder of a CLIP, as a model of its own."""
+    tower = CLIPVisionModelWithProjection(clip.config.vision_config)
+    names = ("vision_model.", "visual_projection.")
+    state = {key: value for key, value in clip.state_dict().items() if key.startswith(names)}
+    tower.load_state_dict(state)
+    return tower
 
 
 def new_captioner(captions: Sequence[str], size: int, width: int) -> Captioner:

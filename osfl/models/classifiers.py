@@ -3,6 +3,7 @@
 import math
 import re
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from osfl.kit.backbones import build_backbone, is_backbone
 from osfl.kit.folder import KitError
 from osfl.kit.headers import check_header
 from osfl.kit.initial_weights import find_initial_weights
+from osfl.models.small_stem import shrink_stem
 from osfl.util.files import PUBLIC, CorruptFileError, placeholder_problem, write_atomically
 from osfl.util.pixels import Pixels, to_float
 from osfl.util.seeds import seed_of
@@ -30,6 +32,8 @@ STD = (0.229, 0.224, 0.225)
 # A weights file may lack the head, and BatchNorm's counter, which older files do not have
 _HEADS = ("fc.", "classifier.", "head.", "heads.")
 _COUNTERS = "num_batches_tracked"
+# Of an image tower of CLIP, as osfl.models.clip_classifier names it
+CLIP_PREFIX = "clip:"
 # Torchvision's DenseNet files have dots in some layer names: norm.1 for norm1
 _DENSENET_LEGACY = re.compile(r"^(.*denselayer\d+\.(?:norm|relu|conv))\.([12]\.)")
 
@@ -44,16 +48,19 @@ def build_classifier(architecture: str, num_classes: int, small_stem: bool = Fal
     Its input [B, 3, H, W] comes from `normalize`; its output is logits [B, C].
 
     Args:
-        architecture: a torchvision model, such as `resnet18`; or a name of `osfl.kit.backbones`.
+        architecture: a torchvision model, such as `resnet18`; a name of `osfl.kit.backbones`; or
+            an image tower of CLIP (`osfl.models.clip_classifier`).
         num_classes: C.
         small_stem: reduce images less in the first layers, for images of about 32 px
-            (`_shrink_stem`).
+            (`shrink_stem`).
 
     Raises:
         ClassifierError: the architecture is unknown, or its family has no small stem.
     """
     if is_backbone(architecture):
         return _build_backbone(architecture, num_classes, small_stem)
+    if architecture.startswith(CLIP_PREFIX):
+        return _build_clip(architecture, num_classes, small_stem)
     # Seconds to import, and not every client builds a classifier
     import torchvision.models
 
@@ -73,9 +80,14 @@ def build_classifier(architecture: str, num_classes: int, small_stem: bool = Fal
             f"architecture = {architecture!r} cannot be rebuilt from its tensors alone; use "
             "mobilenet_v2"
         )
-    model = torchvision.models.get_model(architecture, weights=None, num_classes=num_classes)
+    model: nn.Module = torchvision.models.get_model(
+        architecture, weights=None, num_classes=num_classes
+    )
     if small_stem:
-        _shrink_stem(model, architecture, num_classes)
+        try:
+            shrink_stem(model, architecture, num_classes)
+        except ValueError as error:
+            raise ClassifierError(f"architecture = {architecture!r}: {error}") from None
     return model
 
 
@@ -91,30 +103,16 @@ def _build_backbone(architecture: str, num_classes: int, small_stem: bool) -> nn
         raise ClassifierError(str(error)) from error
 
 
-def _shrink_stem(model: Any, architecture: str, num_classes: int) -> None:
-    """Adapt an architecture for 224 px to about 32 px, in place.
+def _build_clip(architecture: str, num_classes: int, small_stem: bool) -> nn.Module:
+    # Imports transformers, which takes seconds
+    from osfl.models.clip_classifier import build_clip_classifier
 
-    ResNet: one 3x3 convolution of stride 2 replaces the 7x7 one and the max-pooling. ShuffleNet: no
-    max-pooling. MobileNet: stride 1 in the first convolution. VGG: average pooling and one linear
-    layer replace the three, as is usual for CIFAR (15 M parameters in place of 134 M).
-    """
-    if architecture.startswith(("resnet", "resnext", "wide_resnet")):
-        model.conv1 = nn.Conv2d(
-            3, model.conv1.out_channels, kernel_size=3, stride=2, padding=1, bias=False
-        )
-        model.maxpool = nn.Identity()
-    elif architecture.startswith("shufflenet"):
-        model.maxpool = nn.Identity()
-    elif architecture.startswith("mobilenet"):
-        model.features[0][0].stride = (1, 1)
-    elif architecture.startswith("vgg"):
-        model.avgpool = nn.AdaptiveAvgPool2d(1)
-        model.classifier = nn.Sequential(nn.Flatten(), nn.Linear(512, num_classes))
-    else:
-        raise ClassifierError(
-            f"architecture = {architecture!r}: small-stem is for ResNet, ShuffleNet, MobileNet and "
-            "VGG; set it to false"
-        )
+    try:
+        if small_stem:
+            raise ValueError("small-stem must be false")
+        return build_clip_classifier(architecture, num_classes)
+    except ValueError as error:
+        raise ClassifierError(f"architecture = {sanitize(architecture, 300)}: {error}") from None
 
 
 def meta_classifier(architecture: str, num_classes: int, small_stem: bool) -> nn.Module:
@@ -157,23 +155,52 @@ def rebuild_classifier(
     return model.eval()
 
 
-def normalize(images: torch.Tensor, model: nn.Module | None = None) -> torch.Tensor:
-    """Convert images [B, 3, H, W] in [-1, 1] to a classifier's input.
+@dataclass(frozen=True)
+class InputRule:
+    """Rule by which a classifier's input is made of an image.
 
-    They are clamped, resized if the model has a fixed input size, and normalized.
+    Attributes:
+        mean, std: statistics that normalize RGB values in [0, 1].
+        side: the fixed input size in pixels; 0: any size.
+    """
+
+    mean: tuple[float, ...] = MEAN
+    std: tuple[float, ...] = STD
+    side: int = 0
+
+
+def input_rule(model: nn.Module | None = None) -> InputRule:
+    """Return the input rule of a model.
 
     Args:
         model: a timm backbone has a mean, standard deviation and size of its own; a torchvision
             model, or None, has ImageNet's and any size.
     """
     pretrained = getattr(model, "pretrained_cfg", None) or {}
+    return InputRule(
+        mean=tuple(pretrained.get("mean", MEAN)),
+        std=tuple(pretrained.get("std", STD)),
+        side=pretrained["input_size"][-1] if pretrained.get("fixed_input_size") else 0,
+    )
+
+
+def normalize(images: torch.Tensor, model: nn.Module | None = None) -> torch.Tensor:
+    """Convert images [B, 3, H, W] in [-1, 1] to a classifier's input, by its `input_rule`."""
+    return apply_rule(images, input_rule(model))
+
+
+def apply_rule(images: torch.Tensor, rule: InputRule) -> torch.Tensor:
+    """Convert images [B, 3, H, W] in [-1, 1] to a classifier's input.
+
+    They are clamped, resized if the rule has a fixed input size, and normalized.
+    """
     scaled = (images.clamp(-1, 1) + 1) / 2
-    side = pretrained["input_size"][-1] if pretrained.get("fixed_input_size") else None
-    if side is not None and scaled.shape[-2:] != (side, side):
-        scaled = F.interpolate(scaled, (side, side), mode="bicubic", antialias=True).clamp(0, 1)
+    sides = (rule.side, rule.side)
+    if rule.side and scaled.shape[-2:] != sides:
+        scaled = F.interpolate(scaled, sides, mode="bicubic", antialias=True).clamp(0, 1)
     mean, std = (
         torch.tensor(v, device=images.device, dtype=images.dtype).view(3, 1, 1)
-        for v in (pretrained.get("mean", MEAN), pretrained.get("std", STD))
+        for v in (rule.mean, rule.std)
     )
     return (scaled - mean) / std
 
@@ -208,8 +235,8 @@ def _read_state(file: Path, key: str) -> dict[str, torch.Tensor]:
 
 
 def _unpickled(file: Path) -> Any:
-    with open(file, "rb") as opened:
-        problem = placeholder_problem(opened.read(200))
+    with open(file, "rb") as stream:
+        problem = placeholder_problem(stream.read(200))
     if problem:
         raise CorruptFileError(problem)
     return torch.load(file, weights_only=True, map_location="cpu")
@@ -449,8 +476,12 @@ def count_confusion(
     device: torch.device,
 ) -> list[list[int]]:
     """Return the confusion matrix on labeled images: rows are true classes, columns predictions."""
-    # Seconds to import, and only a test of a model needs it
-    from sklearn.metrics import confusion_matrix
+    return confusion_of(compute_logits(model, pixels, device), labels, num_classes)
 
-    predicted = compute_logits(model, pixels, device).argmax(dim=1)
-    return confusion_matrix(labels, predicted, labels=range(num_classes)).tolist()
+
+def confusion_of(logits: torch.Tensor, labels: torch.Tensor, num_classes: int) -> list[list[int]]:
+    """Return the confusion matrix of logits [N, C]: rows are true classes, columns predictions."""
+    predicted = logits.argmax(dim=1)
+    cells = torch.bincount(labels * num_classes + predicted, minlength=num_classes**2)
+    rows: list[list[int]] = cells.reshape(num_classes, num_classes).tolist()
+    return rows

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -24,13 +25,17 @@ from safetensors import SafetensorError
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from osfl.kit.check import check_kit, check_small_decoder, check_steps
+from osfl.kit.check import check_kit, check_steps, check_tiny_autoencoder, check_tiny_decoder
 from osfl.kit.fits import Misfit, check_finite, check_loaded
 from osfl.kit.folder import KitError
 from osfl.kit.headers import Shapes
-from osfl.kit.kits import find_model, kit_shapes, weights_variant
+from osfl.kit.kits import find_model, kit_image_size, weights_variant
+from osfl.kit.part_check import TINY_AUTOENCODER
+from osfl.kit.shapes import kit_shapes
 from osfl.methods import DIFFUSION_PARTS, TINY_DECODER
+from osfl.models.conditioning import Conditioning, empty_conditioning
 from osfl.models.encoders import TextEncoder, load_text_encoder
+from osfl.util.files import read_json
 from osfl.util.text import sanitize
 
 if TYPE_CHECKING:
@@ -46,6 +51,8 @@ State = dict[str, torch.Tensor]
 _LORA_A = ".lora_A.weight"
 _LORA_B = ".lora_B.weight"
 _LORA_BIAS = ".lora_B.bias"
+# diffusers' lower bound of a posterior's log-variance
+LOWEST_LOGVAR = -30.0
 # Solvers for distilled models; they add noise in every step but the last
 FEW_STEP_SOLVERS = ("lcm", "tcd")
 
@@ -61,22 +68,56 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class Autoencoder:
+    """E and D of a kit, frozen."""
+
+    vae: "AutoencoderKL | AutoencoderTiny"
+    device: torch.device
+    dtype: torch.dtype
+
+    @torch.no_grad()
+    def encode(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return E(x): mean and log-variance of the scaled latents' posterior, each [B, C, h, w].
+
+        A tiny autoencoder (TAESD) has no posterior; its log-variance is the lowest that
+        AutoencoderKL's can be, a standard deviation of 3e-7.
+
+        Args:
+            images: x, [B, 3, H, W] in [-1, 1].
+        """
+        output = self.vae.encode(images.to(self.device, self.dtype))
+        scale = self.vae.config.scaling_factor
+        if not hasattr(output, "latent_dist"):
+            latents = output.latents * scale
+            return latents, torch.full_like(latents, LOWEST_LOGVAR + 2 * math.log(scale))
+        posterior = output.latent_dist
+        return posterior.mean * scale, posterior.logvar + 2 * torch.log(torch.tensor(scale))
+
+    def decode(self, z: torch.Tensor) -> torch.Tensor:
+        """Return D(z): images [B, 3, H, W], roughly in [-1, 1] (not clamped). Differentiable."""
+        scaled = (z / self.vae.config.scaling_factor).to(self.dtype)
+        images: torch.Tensor = self.vae.decode(scaled).sample.to(z.dtype)
+        return images
+
+
+@dataclass(frozen=True)
 class Kit:
     """E, D (`vae`), eps (`unet`), tau (`text`) and a_t (`alphas_cumprod`), all frozen."""
 
-    vae: AutoencoderKL
+    vae: "AutoencoderKL | AutoencoderTiny"
     unet: UNet2DConditionModel
     text: TextEncoder
     scheduler: DDIMScheduler
     device: torch.device
     dtype: torch.dtype  # of the networks; latents and images stay in float32
     sampling: Sampling = Sampling()
-    small_decoder: "AutoencoderTiny | None" = None  # an approximation of D
+    tiny_decoder: "AutoencoderTiny | None" = None  # an approximation of D
 
     @property
     def alphas_cumprod(self) -> torch.Tensor:
         """The noise schedule a_t for t = 0 .. T-1, float32 [T]."""
-        return self.scheduler.alphas_cumprod.to(self.device)
+        schedule: torch.Tensor = self.scheduler.alphas_cumprod.to(self.device)
+        return schedule
 
     @property
     def latent_shape(self) -> tuple[int, int, int]:
@@ -87,11 +128,11 @@ class Kit:
     @property
     def image_size(self) -> int:
         """Side of a decoded image in pixels."""
-        return self.unet.config.sample_size * 2 ** (len(self.vae.config.block_out_channels) - 1)
+        halvings = len(self.vae.config.block_out_channels) - 1
+        side: int = self.unet.config.sample_size * 2**halvings
+        return side
 
-    def eps(
-        self, z: torch.Tensor, t: torch.Tensor, c: torch.Tensor, image: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def eps(self, z: torch.Tensor, t: torch.Tensor, c: Conditioning) -> torch.Tensor:
         """Return the predicted noise eps(z, t, c) in the shape of z.
 
         The output of a UNet that predicts v (Salimans & Ho, arXiv 2202.00512; Stable Diffusion 2.1)
@@ -100,13 +141,10 @@ class Kit:
         Args:
             z: noisy latents [B, C, H, W].
             t: timesteps, [B] or [].
-            c: text conditions [B, L, d].
-            image: image conditions [B, 2e] of an unCLIP UNet, or None.
+            c: conditions of B rows.
         """
-        image = image if image is None else image.to(self.dtype)
-        output = self.unet(
-            z.to(self.dtype), t, encoder_hidden_states=c.to(self.dtype), class_labels=image
-        ).sample.to(z.dtype)
+        arguments = c.unet_arguments(self.dtype, self.image_size)
+        output: torch.Tensor = self.unet(z.to(self.dtype), t, **arguments).sample.to(z.dtype)
         if self.scheduler.config.prediction_type == "v_prediction":
             a_t = self.alphas_cumprod[t].to(z.dtype).view(-1, 1, 1, 1)
             return a_t.sqrt() * output + (1 - a_t).sqrt() * z
@@ -121,27 +159,25 @@ class Kit:
         finally:
             self.unet.enable_lora()
 
-    @torch.no_grad()
-    def encode(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return E(x): mean and log-variance of the scaled latents' posterior, each [B, C, h, w].
+    @property
+    def autoencoder(self) -> Autoencoder:
+        """E and D alone."""
+        return Autoencoder(self.vae, self.device, self.dtype)
 
-        Args:
-            images: x, [B, 3, H, W] in [-1, 1].
-        """
-        posterior = self.vae.encode(images.to(self.device, self.dtype)).latent_dist
-        scale = self.vae.config.scaling_factor
-        return posterior.mean * scale, posterior.logvar + 2 * torch.log(torch.tensor(scale))
+    def encode(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return E(x) as `Autoencoder.encode` does."""
+        return self.autoencoder.encode(images)
 
     def decode(self, z: torch.Tensor) -> torch.Tensor:
-        """Return D(z): images [B, 3, H, W], roughly in [-1, 1] (not clamped). Differentiable."""
-        scaled = (z / self.vae.config.scaling_factor).to(self.dtype)
-        return self.vae.decode(scaled).sample.to(z.dtype)
+        """Return D(z) as `Autoencoder.decode` does."""
+        return self.autoencoder.decode(z)
 
     def decode_for_guidance(self, z: torch.Tensor) -> torch.Tensor:
         """Return D(z), by the tiny autoencoder if there is one (TAESD takes z without scaling)."""
-        if self.small_decoder is None:
+        if self.tiny_decoder is None:
             return self.decode(z)
-        return self.small_decoder.decode(z.to(self.dtype)).sample.to(z.dtype)
+        images: torch.Tensor = self.tiny_decoder.decode(z.to(self.dtype)).sample.to(z.dtype)
+        return images
 
     def with_checkpointing(self) -> "Kit":
         """Enable gradient checkpointing, in place: same numbers, less memory.
@@ -178,7 +214,8 @@ class Attention(AttnProcessor2_0):
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Compute attention like diffusers' own processor."""
         with sdpa_kernel(self._backends, set_priority=True):
-            return super().__call__(*args, **kwargs)
+            states: torch.Tensor = super().__call__(*args, **kwargs)
+            return states
 
 
 def load_kit(
@@ -208,6 +245,18 @@ def load_kit(
     return Kit(vae, unet, text, scheduler, device, dtype)
 
 
+def load_kit_autoencoder(path: str | Path, device: str | torch.device = "cpu") -> Autoencoder:
+    """Load a kit's autoencoder alone, in float32, frozen and in eval mode.
+
+    Raises:
+        KitError: it is missing or corrupt.
+    """
+    check_kit(str(path), ("vae",))
+    vae = _network(str(path), "vae", torch.float32)
+    vae.to(device).eval().requires_grad_(False)
+    return Autoencoder(vae, torch.device(device), torch.float32)
+
+
 def _network(
     source: str, kind: str, dtype: torch.dtype, key: str = "kit", part: str | None = None
 ) -> Any:
@@ -225,7 +274,7 @@ def _network(
     setting = f"{key} = {source!r}"
     part = kind if part is None else part
     try:
-        network, info = _network_class(kind).from_pretrained(
+        network, info = _network_class(kind, Path(source) / part).from_pretrained(
             source,
             subfolder=part,
             torch_dtype=dtype,
@@ -238,16 +287,21 @@ def _network(
     except Exception as error:
         raise KitError(f"{setting} cannot be loaded: {sanitize(error)}") from error
     check_loaded(info, setting, kind)
-    # diffusers does not convert every tensor of a file with several dtypes
-    network.to(dtype)
+    # diffusers does not convert every tensor of a file with several dtypes, and warns of `to`
+    tensors = chain(network.parameters(), network.buffers())
+    if any(tensor.is_floating_point() and tensor.dtype != dtype for tensor in tensors):
+        network.to(dtype)
     check_finite(network, setting, kind)
     return network
 
 
-def _network_class(kind: str) -> Any:
+def _network_class(kind: str, folder: Path) -> Any:
+    """Return the class of a part in a folder; a kit's autoencoder may be of two classes."""
     # Seconds to import, and few runs use it
     from diffusers import AutoencoderTiny
 
+    if kind == "vae" and read_json(folder / "config.json").get("_class_name") == TINY_AUTOENCODER:
+        return AutoencoderTiny
     return {
         "vae": AutoencoderKL,
         "unet": UNet2DConditionModel,
@@ -262,7 +316,7 @@ def network_misfit(folder: Path, kind: str, shapes: Shapes, sharded: bool) -> Mi
     Args:
         sharded: whether the tensors come from several files; diffusers then maps no old names.
     """
-    network_class = _network_class(kind)
+    network_class = _network_class(kind, folder)
     with torch.device("meta"):
         network = network_class.from_config(network_class.load_config(folder))
     state: dict[str, Any] = dict(shapes)
@@ -276,6 +330,17 @@ def network_misfit(folder: Path, kind: str, shapes: Shapes, sharded: bool) -> Mi
         if name in state and tuple(state[name]) != shape
     ]
     return Misfit(tuple(missing), tuple(mismatched))
+
+
+def load_autoencoder(folder: Path) -> "AutoencoderTiny":
+    """Load a tiny autoencoder (TAESD) that a kit is trained on, frozen, in fp32 on the CPU.
+
+    Raises:
+        KitError: it is missing or corrupt.
+    """
+    check_tiny_autoencoder(str(folder), "autoencoder")
+    network = _network(str(folder), TINY_DECODER, torch.float32, "autoencoder", "")
+    return network.eval().requires_grad_(False)
 
 
 def load_noise_schedule(source: str) -> DDIMScheduler:
@@ -303,7 +368,7 @@ def load_noise_schedule(source: str) -> DDIMScheduler:
     return scheduler
 
 
-def load_small_decoder(source: str, kit: Kit, subfolder: str = "") -> "AutoencoderTiny":
+def load_tiny_decoder(source: str, kit: Kit, subfolder: str = "") -> "AutoencoderTiny":
     """Load a tiny autoencoder (TAESD), frozen, on the kit's device.
 
     Args:
@@ -313,24 +378,24 @@ def load_small_decoder(source: str, kit: Kit, subfolder: str = "") -> "Autoencod
     Raises:
         KitError: it is missing, corrupt, or for other latents or images than the kit's.
     """
-    key = "synthesis.small-decoder"
+    key = "synthesis.tiny-decoder"
     source = find_model(source, TINY_DECODER, key)
     if subfolder:
         check_kit(source, (TINY_DECODER,))
     else:
-        check_small_decoder(source)
+        check_tiny_decoder(source)
     tiny = _network(source, TINY_DECODER, kit.dtype, key, subfolder)
     tiny.to(kit.device).eval().requires_grad_(False)
     c, h, w = kit.latent_shape
     if tiny.config.latent_channels != c:
         raise KitError(
-            f"synthesis.small-decoder = {source!r} takes {tiny.config.latent_channels} channels; "
+            f"synthesis.tiny-decoder = {source!r} takes {tiny.config.latent_channels} channels; "
             f"the kit's latents have {c}"
         )
     image = tiny.decode(torch.zeros(1, c, h, w, device=kit.device, dtype=kit.dtype)).sample
     if image.shape[-1] != kit.image_size:
         raise KitError(
-            f"synthesis.small-decoder = {source!r} makes images of {image.shape[-1]} px; the kit's "
+            f"synthesis.tiny-decoder = {source!r} makes images of {image.shape[-1]} px; the kit's "
             f"have {kit.image_size}"
         )
     return tiny
@@ -502,15 +567,15 @@ def unet_flops(source: str) -> int:
     Raises:
         KitError: the settings are missing or corrupt.
     """
-    (length, width), latent, image = kit_shapes(source)
+    text, latent, image = kit_shapes(source)
     unet = _meta_unet(source)
     with torch.device("meta"):
         z = torch.empty(1, *latent)
-        text = torch.empty(1, length, width)
-        labels = torch.empty(1, image) if image else None
+        c = empty_conditioning(text, image, unet.config)
         with FlopCounterMode(display=False) as counter:
-            unet(z, torch.ones(1), encoder_hidden_states=text, class_labels=labels)
-    return counter.get_total_flops()
+            unet(z, torch.ones(1), **c.unet_arguments(z.dtype, kit_image_size(source)))
+    flops: int = counter.get_total_flops()
+    return flops
 
 
 def new_solver(name: str, scheduler: DDIMScheduler) -> Any:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import (
@@ -19,8 +19,10 @@ from transformers import (
     BlipForConditionalGeneration,
     BlipProcessor,
     CLIPImageProcessor,
+    CLIPModel,
     CLIPTextConfig,
     CLIPTextModel,
+    CLIPTextModelWithProjection,
     CLIPTokenizer,
     CLIPVisionModelWithProjection,
     Dinov2Model,
@@ -28,12 +30,15 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from osfl.kit.check import check_captioner, check_image_encoder
+from osfl.kit.check import check_captioner, check_clip, check_image_encoder
 from osfl.kit.fits import Misfit, check_finite, check_loaded
 from osfl.kit.folder import KitError
 from osfl.kit.headers import Shapes
-from osfl.kit.kits import find_model, weights_variant
+from osfl.kit.kits import find_model, has_second_encoder, weights_variant
 from osfl.kit.part_check import CAPTIONERS, IMAGE_ENCODERS
+from osfl.methods import CLIP, oscar
+from osfl.models.clip_classifier import ClipClassifier, tower_of
+from osfl.models.conditioning import Conditioning
 from osfl.util.costs import FlopMeter
 from osfl.util.pixels import crop_long_side
 from osfl.util.text import sanitize
@@ -42,7 +47,8 @@ if TYPE_CHECKING:
     from transformers import BitImageProcessor
     from transformers.image_processing_backends import TorchvisionBackend
 
-MAX_TOKENS = 30  # of a caption
+# osfl's display has bars of its own
+logging.disable_progress_bar()
 
 
 @dataclass(frozen=True)
@@ -59,74 +65,171 @@ class TextEncoder:
 
     def tokens(self, texts: Sequence[str]) -> torch.Tensor:
         """Return token ids [N, L], padded and truncated to the encoder's length."""
-        batch = self.tokenizer(
-            list(texts), padding="max_length", truncation=True, return_tensors="pt"
-        )
-        return batch.input_ids.to(self.model.device)
+        return _token_ids(self.tokenizer, texts).to(self.model.device)
 
     def count_tokens(self, text: str) -> int:
         """Return a text's number of tokens, without the begin and end tokens."""
         return len(self.tokenizer(text, add_special_tokens=False).input_ids)
 
+    def __call__(self, texts: Sequence[str]) -> Conditioning:
+        """Return tau(text), one row per text."""
+        return Conditioning(self.states(texts))
+
     @torch.no_grad()
-    def __call__(self, texts: Sequence[str]) -> torch.Tensor:
-        """Return tau(text), the last hidden states [N, L, d]."""
-        return self.model(self.tokens(texts)).last_hidden_state
+    def states(self, texts: Sequence[str]) -> torch.Tensor:
+        """Return the last hidden states [N, L, d]."""
+        states: torch.Tensor = self.model(self.tokens(texts)).last_hidden_state
+        return states
 
     @torch.no_grad()
     def pooled(self, texts: Sequence[str]) -> torch.Tensor:
         """Return the end-of-text token's last hidden state [N, d]."""
-        return self.model(self.tokens(texts)).pooler_output
+        state: torch.Tensor = self.model(self.tokens(texts)).pooler_output
+        return state
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Return all weights."""
+        return list(self.model.parameters())
+
+
+@dataclass(frozen=True)
+class TextEncoderPair(TextEncoder):
+    """Two text encoders whose hidden states are joined along the feature axis, as in SDXL.
+
+    Podell et al., arXiv 2307.01952, section 2.1: the states before the last layer of both encoders,
+    and the projected end-of-text state of the second one as the pooled vector.
+    """
+
+    second: CLIPTextModelWithProjection
+    second_tokenizer: CLIPTokenizer
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(L, d1 + d2): tokens and joined width; (77, 2048) for SDXL."""
+        length, width = super().shape
+        return length, width + self.second.config.hidden_size
+
+    @torch.no_grad()
+    def __call__(self, texts: Sequence[str]) -> Conditioning:
+        """Return tau(text), one row per text."""
+        first = self.model(self.tokens(texts), output_hidden_states=True)
+        ids = _token_ids(self.second_tokenizer, texts).to(self.second.device)
+        second = self.second(ids, output_hidden_states=True)
+        states = torch.cat([first.hidden_states[-2], second.hidden_states[-2]], dim=-1)
+        return Conditioning(states, second.text_embeds)
+
+    def states(self, texts: Sequence[str]) -> torch.Tensor:
+        """Return the joined hidden states [N, L, d1 + d2]."""
+        return self(texts).states
+
+    def pooled(self, texts: Sequence[str]) -> torch.Tensor:
+        """Return the joined hidden states of both end-of-text tokens [N, d1 + d2]."""
+        first_width = self.model.config.hidden_size
+        first, second = self.states(texts).split([first_width, self.second.config.hidden_size], -1)
+        return torch.cat(
+            [
+                _end_states(first, self.tokenizer, texts),
+                _end_states(second, self.second_tokenizer, texts),
+            ],
+            dim=-1,
+        )
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Return all weights of both encoders."""
+        return [*self.model.parameters(), *self.second.parameters()]
+
+
+def _token_ids(tokenizer: CLIPTokenizer, texts: Sequence[str]) -> torch.Tensor:
+    batch = tokenizer(list(texts), padding="max_length", truncation=True, return_tensors="pt")
+    token_ids: torch.Tensor = batch.input_ids
+    return token_ids
+
+
+def _end_states(
+    states: torch.Tensor, tokenizer: CLIPTokenizer, texts: Sequence[str]
+) -> torch.Tensor:
+    """Return each text's state [N, d] at its first end-of-text token."""
+    ends = (_token_ids(tokenizer, texts) == tokenizer.eos_token_id).int().argmax(dim=1)
+    return states[torch.arange(len(states)), ends.to(states.device)]
 
 
 def load_text_encoder(kit: str, device: torch.device, dtype: torch.dtype) -> TextEncoder:
     """Load `text_encoder/` and `tokenizer/` of a Stable Diffusion folder.
 
+    A folder that also has `text_encoder_2/` and `tokenizer_2/` gives a pair.
+
     Raises:
-        KitError: a tensor is missing or not finite, or the tokenizer cannot be loaded or does not
-            fit the encoder.
+        KitError: a tensor is missing or not finite, or a tokenizer cannot be loaded or does not
+            fit its encoder.
     """
-    model, info = CLIPTextModel.from_pretrained(
+    model = _text_model(kit, "text_encoder", dtype).to(device)
+    tokenizer = _tokenizer(kit, model.config)
+    if not has_second_encoder(kit):
+        return TextEncoder(model, tokenizer)
+    second = _text_model(kit, "text_encoder_2", dtype).to(device)
+    return TextEncoderPair(model, tokenizer, second, _tokenizer(kit, second.config, "_2"))
+
+
+def _text_model(kit: str, part: str, dtype: torch.dtype) -> Any:
+    """Load one text encoder, frozen and in eval mode."""
+    model_class = CLIPTextModel if part == "text_encoder" else CLIPTextModelWithProjection
+    model, info = model_class.from_pretrained(
         kit,
-        subfolder="text_encoder",
+        subfolder=part,
         dtype=dtype,
         use_safetensors=True,
-        variant=weights_variant(kit, "text_encoder"),
+        variant=weights_variant(kit, part),
         trust_remote_code=False,
         output_loading_info=True,
     )
     setting = f"kit = {kit!r}"
-    check_loaded(info, setting, "text_encoder")
-    check_finite(model, setting, "text_encoder")
-    tokenizer = _tokenizer(kit, model.config)
-    return TextEncoder(model.to(device).eval().requires_grad_(False), tokenizer)
+    check_loaded(info, setting, part)
+    check_finite(model, setting, part)
+    return model.eval().requires_grad_(False)
 
 
-def _tokenizer(kit: str, config: CLIPTextConfig) -> CLIPTokenizer:
+def _tokenizer(kit: str, config: CLIPTextConfig, suffix: str = "") -> CLIPTokenizer:
     """Load a kit's tokenizer, with at most as many tokens as the text encoder has positions.
 
     Without a length in its settings, the library's maximum is 10^30.
 
+    Args:
+        suffix: of the folders' names, "_2" for the second text encoder's.
+
+    Raises:
+        KitError: as `_load_tokenizer`.
+    """
+    settings_file = f"text_encoder{suffix}/config.json"
+    return _load_tokenizer(f"kit = {kit!r}", kit, f"tokenizer{suffix}", config, settings_file)
+
+
+def _load_tokenizer(
+    setting: str, source: str, part: str, config: CLIPTextConfig, settings_file: str
+) -> CLIPTokenizer:
+    """Load the tokenizer of a part as `_tokenizer` does.
+
+    Args:
+        setting: the model as the user named it, for messages.
+        config: of the text encoder, from `settings_file`.
+
     Raises:
         KitError: the tokenizer cannot be loaded, or has tokens that the text encoder lacks.
     """
-    setting = f"kit = {kit!r}"
     try:
-        tokenizer = CLIPTokenizer.from_pretrained(
-            kit, subfolder="tokenizer", trust_remote_code=False
-        )
+        tokenizer = CLIPTokenizer.from_pretrained(source, subfolder=part, trust_remote_code=False)
         last = max(tokenizer.all_special_ids, default=0)
     # The library raises anything for unexpected files
     except Exception as error:
         raise KitError(
-            f"{setting}: its tokenizer/ cannot be loaded: {sanitize(error)}. Fetch it again"
+            f"{setting}: its {part}/ cannot be loaded: {sanitize(error)}. Fetch it again"
         ) from None
     if last >= config.vocab_size:
         name = tokenizer.convert_ids_to_tokens(last)
         raise KitError(
-            f"{setting}: tokenizer/ has the special token {sanitize(name, 80)!r} with id {last}, "
-            f"but text_encoder/config.json says vocab_size = {config.vocab_size}; set pad_token, "
-            "bos_token and eos_token in tokenizer/tokenizer_config.json to tokens of its vocabulary"
+            f"{setting}: {part}/ has the special token {sanitize(name, 80)!r} with id {last}, but "
+            f"{settings_file} says vocab_size = {config.vocab_size}; set "
+            f"pad_token, bos_token and eos_token in {part}/tokenizer_config.json to tokens of its "
+            "vocabulary"
         )
     length = min(int(tokenizer.model_max_length), config.max_position_embeddings)
     tokenizer.model_max_length = length
@@ -156,10 +259,16 @@ def encoder_misfit(folder: Path, kind: str, shapes: Shapes) -> Misfit:
 
 
 def _model_class(folder: Path, kind: str) -> type[PreTrainedModel]:
-    if kind == "text_encoder":
-        return CLIPTextModel
-    model_type = AutoConfig.from_pretrained(folder, trust_remote_code=False).model_type
-    return _IMAGE_ENCODERS[model_type] if kind == "image_encoder" else _CAPTIONERS[model_type][0]
+    model_class: type[PreTrainedModel] = CLIPTextModel
+    if kind == "text_encoder_2":
+        model_class = CLIPTextModelWithProjection
+    elif kind == CLIP:
+        model_class = CLIPModel
+    elif kind != "text_encoder":
+        model_type = AutoConfig.from_pretrained(folder, trust_remote_code=False).model_type
+        is_captioner = kind == "captioner"
+        model_class = _CAPTIONERS[model_type][0] if is_captioner else _IMAGE_ENCODERS[model_type]
+    return model_class
 
 
 @contextmanager
@@ -191,9 +300,9 @@ class ImageEncoder:
     def width(self) -> int:
         """Dimension of an embedding; 1024 for Stable unCLIP 2.1."""
         config = self.model.config
-        if isinstance(self.model, CLIPVisionModelWithProjection):
-            return config.projection_dim
-        return config.hidden_size
+        has_projection = isinstance(self.model, CLIPVisionModelWithProjection)
+        dimension: int = config.projection_dim if has_projection else config.hidden_size
+        return dimension
 
     @property
     def image_size(self) -> int:
@@ -252,14 +361,18 @@ class Captioner:
     def _tokens(self, pixels: torch.Tensor) -> torch.Tensor:
         """Return token ids [N, longest], padded at the end."""
         inputs = self.processor(images=list(pixels), return_tensors="pt").to(self.model.device)
-        return self.model.generate(
-            inputs.pixel_values.to(self.model.dtype), max_new_tokens=MAX_TOKENS, do_sample=False
+        token_ids: torch.Tensor = self.model.generate(
+            inputs.pixel_values.to(self.model.dtype),
+            max_new_tokens=oscar.CAPTION_TOKENS,
+            do_sample=False,
         )
+        return token_ids
 
 
 def _resized_side(processor: "TorchvisionBackend") -> int:
     """Return the length to which a processor resizes the short side, or both."""
-    return processor.size.shortest_edge or processor.size.height
+    side: int = processor.size.shortest_edge or processor.size.height
+    return side
 
 
 def _fit(processor: "TorchvisionBackend", picture: torch.Tensor) -> torch.Tensor:
@@ -270,7 +383,7 @@ def _fit(processor: "TorchvisionBackend", picture: torch.Tensor) -> torch.Tensor
     side = _resized_side(processor)
     if processor.size.shortest_edge:
         picture = crop_long_side(picture)
-    return processor(
+    pixels: torch.Tensor = processor(
         picture,
         do_center_crop=True,
         crop_size={"height": side, "width": side},
@@ -278,6 +391,7 @@ def _fit(processor: "TorchvisionBackend", picture: torch.Tensor) -> torch.Tensor
         do_normalize=False,
         return_tensors="pt",
     ).pixel_values[0]
+    return pixels
 
 
 def load_image_encoder(source: str, device: torch.device) -> ImageEncoder:
@@ -369,3 +483,102 @@ def load_captioner(source: str, device: torch.device) -> Captioner:
     check_loaded(info, setting, "captioner")
     check_finite(model, setting, "captioner")
     return Captioner(model.to(device).eval().requires_grad_(False), processor)
+
+
+@dataclass(frozen=True)
+class Clip:
+    """A frozen CLIP: image tower, text tower and logit scale."""
+
+    model: CLIPModel
+    tokenizer: CLIPTokenizer
+    processor: "TorchvisionBackend"
+
+    @torch.no_grad()
+    def encode_texts(self, texts: Sequence[str]) -> torch.Tensor:
+        """Return float32 embeddings [N, e] of norm 1, on the CPU."""
+        ids = _token_ids(self.tokenizer, texts).to(self.model.device)
+        embeddings = self.model.get_text_features(ids).pooler_output
+        return torch.nn.functional.normalize(embeddings.float(), dim=1).cpu()
+
+    def fit(self, picture: torch.Tensor) -> torch.Tensor:
+        """Resize a uint8 image [3, H, W] as the model's own processor does."""
+        return _fit(self.processor, picture)
+
+    @torch.no_grad()
+    def classify(self, pixels: torch.Tensor, texts: Sequence[str]) -> torch.Tensor:
+        """Return the index of the text with the largest cosine to each image, [N], on the CPU.
+
+        Radford et al., arXiv 2103.00020, section 3.1.2.
+
+        Args:
+            pixels: [N, 3, H, W] uint8.
+        """
+        encodings = self.encode_texts(texts)
+        nearest = []
+        for chunk in pixels.split(64):
+            inputs = self.processor(list(chunk), return_tensors="pt").pixel_values
+            images = self.model.get_image_features(inputs.to(self.model.device)).pooler_output
+            nearest.append((images.float().cpu() @ encodings.T).argmax(dim=1))
+        return torch.cat(nearest)
+
+    @torch.no_grad()
+    def classifier(self, encodings: torch.Tensor) -> tuple[ClipClassifier, str]:
+        """Return the image tower with a head of class encodings, in eval mode, and its name.
+
+        Args:
+            encodings: text embeddings of norm 1, [C, e].
+
+        Raises:
+            KitError: the tower is of a kind that the classifier cannot be.
+        """
+        try:
+            tower = tower_of(self.model.config.vision_config)
+        except ValueError as error:
+            raise KitError(f"the settings of CLIP's image tower: {error}") from None
+        classifier = ClipClassifier(tower, len(encodings))
+        names = ("vision_model.", "visual_projection.")
+        state = {
+            name: value for name, value in self.model.state_dict().items() if name.startswith(names)
+        }
+        classifier.tower.load_state_dict({**classifier.tower.state_dict(), **state})
+        for name, statistics in (("mean", "image_mean"), ("std", "image_std")):
+            values = torch.tensor(getattr(self.processor, statistics))
+            classifier.get_buffer(name).copy_(values.view(3, 1, 1))
+        classifier.head.weight.copy_(self.model.logit_scale.exp().cpu() * encodings)
+        classifier.head.bias.zero_()
+        return classifier.eval(), str(tower)
+
+
+def load_clip(source: str, device: torch.device) -> Clip:
+    """Load a whole CLIP, in float32.
+
+    Args:
+        source: a kit with `clip/`, or the folder or hub id of the model alone.
+
+    Raises:
+        KitError: the model is missing, corrupt or of another kind.
+    """
+    setting = f"zero-shot.clip = {source!r}"
+    check_clip(source)
+    source = find_model(source, CLIP, "zero-shot.clip")
+    part = CLIP if (Path(source) / CLIP / "config.json").is_file() else ""
+    try:
+        model, info = CLIPModel.from_pretrained(
+            source,
+            subfolder=part,
+            dtype=torch.float32,
+            use_safetensors=True,
+            variant=weights_variant(source, part, CLIP),
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+        processor = AutoImageProcessor.from_pretrained(Path(source) / part, trust_remote_code=False)
+    # The library raises anything for unexpected settings
+    except Exception as error:
+        raise KitError(f"{setting} cannot be loaded: {sanitize(error)}") from error
+    check_loaded(info, setting, CLIP)
+    check_finite(model, setting, CLIP)
+    settings_file = f"{part}/config.json" if part else "config.json"
+    text_config = model.config.text_config
+    tokenizer = _load_tokenizer(setting, source, part, text_config, settings_file)
+    return Clip(model.to(device).eval().requires_grad_(False), tokenizer, processor)

@@ -1,7 +1,9 @@
 """Train classifiers: those of clients, of reference runs and the global models."""
 
+import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -23,10 +25,58 @@ from osfl.util.minibatches import minibatches
 from osfl.util.pixels import LazyPixels, Pixels, to_float
 from osfl.util.seeds import seed_of
 
+# Images above this part of a GPU's free memory stay in the machine's
+GPU_MEMORY_SHARE = 2
 # One image [3, S, S] to another
 Augmentation = Callable[[torch.Tensor], torch.Tensor]
 # Images [B, 3, S, S] and labels [B] to mixed images and soft labels [B, C]
 Mixing = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """A term weight * T^2 * KL(teacher || student at temperature T) of a training's loss.
+
+    Hinton et al., "Distilling the knowledge in a neural network" (arXiv 1503.02531), section 2: T^2
+    keeps the gradient's size as T changes.
+
+    Attributes:
+        teacher: [N, C] probabilities, at temperature T. A row of zeros has no part in the loss.
+    """
+
+    teacher: torch.Tensor
+    weight: float
+    temperature: float = 1.0
+
+    def loss(self, rows: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Return the term for the images of these rows, a mean over them.
+
+        Args:
+            logits: the student's, [B, C].
+        """
+        student = F.log_softmax(logits / self.temperature, 1)
+        # Hinton et al., section 2: T^2 KL(p_T || q_T)
+        divergence = F.kl_div(student, self.teacher[rows], reduction="batchmean")
+        return self.weight * self.temperature**2 * divergence
+
+
+@dataclass(frozen=True)
+class ExtraLoss:
+    """Terms of a training's loss beside the cross-entropy.
+
+    Attributes:
+        teacher: [N, C] probabilities for the images without augmentation: FedLMG's eq. 12 and 13,
+            with the mean teacher or the image's own. None: no distillation.
+        distillation_weight: weight of KL(teacher || student).
+        penalty: called in every step after the backward pass; adds the gradient of another term of
+            the loss (FedProx, FedDyn) to the parameters' gradients.
+        distillations: further terms, of a mixed run.
+    """
+
+    teacher: torch.Tensor | None = None
+    distillation_weight: float = 1.0
+    penalty: Callable[[nn.Module], None] | None = None
+    distillations: tuple[Distillation, ...] = ()
 
 
 def fit(
@@ -37,68 +87,42 @@ def fit(
     seed: int,
     device: torch.device,
     *,
-    epochs: int | None = None,
-    teacher: torch.Tensor | None = None,
-    distillation_weight: float = 1.0,
-    penalty: Callable[[nn.Module], None] | None = None,
+    extra: ExtraLoss | None = None,
     meter: FlopMeter | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    record: Callable[[float], None] = lambda loss: None,
 ) -> nn.Module:
-    """Train in place by SGD on cross-entropy, plus KL(teacher || student) if there is a teacher.
+    """Train in place by SGD on cross-entropy and `extra` terms of the loss.
 
     Args:
         pixels: [N, 3, S, S] uint8.
         labels: [N] int64.
-        epochs: of a round's local training, with a constant learning rate and without weight
-            averaging; None: a full training of `config.epochs` or `config.steps`.
-        teacher: [N, C] probabilities for the images without augmentation: FedLMG's eq. 12 and 13,
-            with the mean teacher or the image's own.
-        penalty: called in every step after the backward pass; adds the gradient of another term of
-            the loss (FedProx, FedDyn) to the parameters' gradients.
+        config: the recipe; that of a round's local training is `local_recipe(...)`.
         meter: counts the FLOPs of the steps.
         progress: called with (finished steps, all steps).
+        record: called with the loss of each step.
 
     Raises:
         ClassifierError: fewer than two images, or the loss is not finite.
     """
-    if len(labels) < 2:
-        raise ClassifierError(
-            f"{len(labels)} image(s) to train a classifier on; batch normalization requires at "
-            "least 2"
-        )
     meter = meter or FlopMeter()
     model = model.to(device).train()
-    # An augmentation is about fifty small operations per image, too small for a GPU
-    pixel_device = device if config.augmentation == "none" else torch.device("cpu")
+    pixel_device = _pixel_device(pixels, config, device)
     # The decoder's images are channels-last. Contiguous ones are 1.5 times as fast on a CPU, and
     # give the same result as images loaded from disk.
     pixels = pixels.to(pixel_device).contiguous()
     labels = labels.to(device)
-    teacher = None if teacher is None else teacher.to(device)
-    batches = _split_batches(len(labels), config, epochs, seed)
-    trainer = _Trainer(model, config, device, teacher, distillation_weight, penalty)
-    if epochs is None:
-        trainer.schedule(len(batches))
-    augment = new_augmentation(config.augmentation, pixels[torch.tensor([0])].shape[-1])
-    mix = new_mixing(config.mixing, model, pixels)
+    batches = split_batches(len(labels), config, seed)
+    trainer = _Trainer(model, config, device, len(batches), extra or ExtraLoss())
+    preprocess = _new_preprocessing(model, pixels, config, device)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed_of(seed, "dropout"))
         progress(0, len(batches))
-        loader = _prefetch(pixels, batches, pixel_device)
-        for number, (rows, batch) in enumerate(loader, start=1):
+        for number, (rows, batch) in enumerate(_prefetch(pixels, batches, pixel_device), start=1):
             rows = rows.to(device)
-            if augment is not None:
-                batch = torch.stack([augment(image) for image in batch]).to(device)
-            images = normalize(to_float(batch), model)
-            targets = labels[rows]
-            if mix is not None:
-                images, targets = mix(images, targets)
+            images, targets = preprocess(batch, labels[rows])
             loss = meter.run(("fit", len(rows)), partial(trainer.step, rows, images, targets))
-            if not torch.isfinite(loss):
-                raise ClassifierError(
-                    f"training diverged at step {number} (loss {loss.item()}); lower lr = "
-                    f"{config.lr:g}"
-                )
+            record(_finite(loss, number, config.lr))
             trainer.advance()
             progress(number, len(batches))
     model.requires_grad_(True)
@@ -106,23 +130,72 @@ def fit(
     return model.eval()
 
 
+def _pixel_device(pixels: Pixels, config: ClassifierConfig, device: torch.device) -> torch.device:
+    """Return the device that the images are on during a training."""
+    # An augmentation is about fifty small operations per image, too small for a GPU
+    if config.augmentation != "none":
+        return torch.device("cpu")
+    if device.type == "cuda" and isinstance(pixels, torch.Tensor):
+        free, _ = torch.cuda.mem_get_info(device)
+        if pixels.nbytes > free // GPU_MEMORY_SHARE:
+            return torch.device("cpu")
+    return device
+
+
+def _finite(loss: torch.Tensor, step: int, lr: float) -> float:
+    """Return a loss as a number.
+
+    Raises:
+        ClassifierError: it is not finite.
+    """
+    value = loss.item()
+    if not math.isfinite(value):
+        raise ClassifierError(f"training diverged at step {step} (loss {value}); lower lr = {lr:g}")
+    return value
+
+
+def local_recipe(config: ClassifierConfig, epochs: int) -> ClassifierConfig:
+    """Return the recipe of a round's local training of an iterative baseline.
+
+    The learning rate is constant and weights are not averaged, whatever `config` says.
+    """
+    return replace(config, epochs=epochs, steps=0, schedule="constant", ema=0.0)
+
+
+def _new_preprocessing(
+    model: nn.Module, pixels: Pixels, config: ClassifierConfig, device: torch.device
+) -> Mixing:
+    """Return the function from a batch of pixels and labels to the model's input and targets."""
+    augment = new_augmentation(config.augmentation, pixels[torch.tensor([0])].shape[-1])
+    mix = new_mixing(config.mixing, model, pixels)
+
+    def preprocess(batch: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if augment is not None:
+            batch = torch.stack([augment(image) for image in batch])
+        images = normalize(to_float(batch.to(device)), model)
+        return (images, labels) if mix is None else mix(images, labels)
+
+    return preprocess
+
+
 class _Trainer:
-    """The optimizer of a training, with its learning-rate schedule and weight averaging."""
+    """The optimizer of a training of `steps`, with its schedule and weight averaging."""
 
     def __init__(
         self,
         model: nn.Module,
         config: ClassifierConfig,
         device: torch.device,
-        teacher: torch.Tensor | None,
-        distillation_weight: float,
-        penalty: Callable[[nn.Module], None] | None,
+        steps: int,
+        extra: ExtraLoss,
     ):
         self.model = model
         self.config = config
-        self.teacher = teacher
-        self.distillation_weight = distillation_weight
-        self.penalty = penalty
+        self.extra = extra
+        self.teacher = None if extra.teacher is None else extra.teacher.to(device)
+        self.distillations = [
+            replace(term, teacher=term.teacher.to(device)) for term in extra.distillations
+        ]
         self.autocast = torch.autocast(
             device.type, torch.bfloat16, enabled=_in_bfloat16(config, device)
         )
@@ -133,13 +206,8 @@ class _Trainer:
             weight_decay=config.weight_decay,
             fused=True,
         )
-        self.scheduler: LRScheduler | None = None
-        self.average: AveragedModel | None = None
-
-    def schedule(self, steps: int) -> None:
-        """Prepare a full training, which has a learning-rate schedule and averages its weights."""
-        self.scheduler = new_schedule(self.optimizer, self.config, steps)
-        self.average = new_average(self.model, self.config)
+        self.scheduler = new_schedule(self.optimizer, config, steps)
+        self.average = new_average(model, config)
 
     def step(self, rows: torch.Tensor, images: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Take one step and return its loss."""
@@ -148,13 +216,15 @@ class _Trainer:
         loss = F.cross_entropy(logits, targets, label_smoothing=self.config.label_smoothing)
         # FedLMG eq. 12, 13
         if self.teacher is not None:
-            loss = loss + self.distillation_weight * F.kl_div(
+            loss = loss + self.extra.distillation_weight * F.kl_div(
                 F.log_softmax(logits, 1), self.teacher[rows], reduction="batchmean"
             )
+        for term in self.distillations:
+            loss = loss + term.loss(rows, logits)
         self.optimizer.zero_grad()
         loss.backward()
-        if self.penalty is not None:
-            self.penalty(self.model)
+        if self.extra.penalty is not None:
+            self.extra.penalty(self.model)
         self.optimizer.step()
         return loss.detach()
 
@@ -171,14 +241,20 @@ class _Trainer:
             self.model.load_state_dict(self.average.module.state_dict())
 
 
-def _split_batches(
-    count: int, config: ClassifierConfig, epochs: int | None, seed: int
-) -> list[torch.Tensor]:
-    """Return the rows of every minibatch, in the order of the training."""
+def split_batches(count: int, config: ClassifierConfig, seed: int) -> list[torch.Tensor]:
+    """Return the rows of every minibatch, in the order of the training.
+
+    Raises:
+        ClassifierError: there are fewer than two images.
+    """
+    if count < 2:
+        raise ClassifierError(
+            f"{count} image(s) to train a classifier on; batch normalization requires at least 2"
+        )
     return minibatches(
         torch.arange(count),
-        config.epochs if epochs is None else epochs,
-        config.steps if epochs is None else 0,
+        config.epochs,
+        config.steps,
         config.batch_size,
         torch.Generator().manual_seed(seed_of(seed, "order")),
         least=2,
@@ -278,7 +354,8 @@ def new_augmentation(name: str, size: int) -> Augmentation | None:
         "randaugment": [*flips, v2.RandAugment()],
         "trivialaugment": [*flips, v2.TrivialAugmentWide()],
     }
-    return v2.Compose(transforms[name])
+    augmentation: Augmentation | None = v2.Compose(transforms[name])
+    return augmentation
 
 
 def new_mixing(name: str, model: nn.Module, pixels: Pixels) -> Mixing | None:
@@ -295,7 +372,9 @@ def new_mixing(name: str, model: nn.Module, pixels: Pixels) -> Mixing | None:
         images = pixels[torch.tensor([0, 1])].to(next(model.parameters()).device)
         num_classes = model.eval()(normalize(to_float(images), model)).shape[1]
     model.train(training)
-    return {"mixup": v2.MixUp, "cutmix": v2.CutMix}[name](alpha=1.0, num_classes=num_classes)
+    transform = {"mixup": v2.MixUp, "cutmix": v2.CutMix}[name]
+    mix: Mixing = transform(alpha=1.0, num_classes=num_classes)
+    return mix
 
 
 def _in_bfloat16(config: ClassifierConfig, device: torch.device) -> bool:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 import torch
 
 # Names of the dimensions of shapes. The client determines "classes" and "images"; the run's
-# settings and kit determine those of the others that apply to it (server_app/expected.py).
+# settings and kit determine those of the others that apply to it (`run_dimensions`).
 DIMENSIONS = {
     "classes": "classes that the client holds",
     "images": "images that the client describes one by one",
@@ -26,13 +26,17 @@ DIMENSIONS = {
     "w": "width of a latent",
     "2e": "width of unCLIP's image condition: twice that of an image embedding",
     "f": "width of the features before a classifier's last layer",
+    "t": "triangle of a symmetric f x f matrix, on and above the diagonal: f (f + 1) / 2",
+    "r": "triangle of a factor in place of such a matrix, in a run with a lossy codec",
     "K": "components of FedPFT's mixture",
     "v": "variances of such a component: one for all features, or one per feature",
     "J": "Espresso's clusters per class",
     "p": "learned vectors: one for every token of a condition, or one for all",
     "o": "vectors that a class adds to its domain's: one; absent from a run without them",
-    "M": "components of Espresso's mixture; absent from a run without it",
+    "M": "components of a mixture of latents; absent from a run without one",
     "K + 1": "FedDISC's clusters per class, and their mean",
+    "4s": "bytes of a secure sum's numbers, four each",
+    "m": "members of a secure sum",
 }
 CLIENT_DIMENSIONS = ("classes", "images")
 
@@ -59,7 +63,7 @@ class Values(Enum):
     The text goes into the error message.
     """
 
-    SHARES = "must not be negative, and sum to 1 in every class"
+    SHARES = "must not be negative, and must sum to 1 in every mixture"
     VARIANCES = "a variance below zero"
     DEVIATIONS = "a standard deviation below zero"
     COUNTS = "must be at least 1, and no more than 1,000,000,000"
@@ -140,7 +144,7 @@ def _field(name: str, hint: Any) -> Field:
             raise TypeError(
                 f"{name}: dimension {unknown!r} is unknown; it must be a number or one of "
                 f"{', '.join(DIMENSIONS)}. A new name needs a line in DIMENSIONS "
-                "(osfl/payload/fields.py) and a size in server_app/expected.py"
+                "(osfl/payload/fields.py) and a size in the method's `dimensions`"
             )
     values = tuple(mark for mark in marks if isinstance(mark, Values))
     return Field(_FORMS[kind], shapes, values, optional)

@@ -5,6 +5,7 @@ constraints are declared beside each tensor, and osfl/payload/wire.py accepts ex
 osfl/payload/fields.py explains the names of the dimensions.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, get_args
 
@@ -66,6 +67,33 @@ class Mixtures:
 
 
 @dataclass(frozen=True)
+class LatentMixture:
+    """FedLD: one Gaussian mixture of the noisy latents of all the client's images.
+
+    The means of small components decode to blurred images.
+    """
+
+    classes: tuple[str, ...]
+    # Zeros where the client has fewer latents than components
+    weights: Annotated[torch.Tensor, Shape("M"), Values.SHARES]
+    means: Annotated[torch.Tensor, Shape("M", "c", "h", "w")]
+    variances: Annotated[torch.Tensor, Shape("M", "c", "h", "w"), Values.VARIANCES]
+
+
+@dataclass(frozen=True)
+class LatentStatistics:
+    """latent-gaussian: each class's sums of latents and of their squares.
+
+    The mean latent of a class decodes to a blurred image; that of a single image, to its likeness.
+    """
+
+    classes: tuple[str, ...]
+    counts: Annotated[torch.Tensor, Shape("classes", dtype=torch.int64), Values.COUNTS]
+    sums: Annotated[torch.Tensor, Shape("classes", "c", "h", "w")]
+    squares: Annotated[torch.Tensor, Shape("classes", "c", "h", "w")]
+
+
+@dataclass(frozen=True)
 class Captions:
     """FGL: a caption of every image, in plain text."""
 
@@ -117,7 +145,30 @@ class FeatureStatistics:
     classes: tuple[str, ...]
     counts: Annotated[torch.Tensor, Shape("classes", dtype=torch.int64), Values.COUNTS]
     sums: Annotated[torch.Tensor, Shape("classes", "f")]
-    moments: Annotated[torch.Tensor, Shape("f", "f")]
+    # The moments on and above the diagonal, row by row; None in a run with a lossy codec
+    triangle: Annotated[torch.Tensor | None, Shape("t")] = None
+    # There in their place, in the same order: R of the scatter within the classes R^T R. It has two
+    # dimensions, because codecs leave tensors of one as they are
+    factor: Annotated[torch.Tensor | None, Shape(1, "r")] = None
+
+    @property
+    def moments(self) -> torch.Tensor:
+        """Return the sum of the features' outer products, symmetric [f, f]."""
+        if self.factor is not None:
+            r = torch.triu(self._square(self.factor[0].double()))
+            sums = self.sums.double()
+            return r.T @ r + sums.T @ (sums / self.counts.double()[:, None])
+        assert self.triangle is not None, "statistics have moments or their factor"
+        return self._square(self.triangle)
+
+    def _square(self, triangle: torch.Tensor) -> torch.Tensor:
+        """Return the symmetric matrix [f, f] with these numbers on and above the diagonal."""
+        width = self.sums.shape[1]
+        rows, columns = torch.triu_indices(width, width)
+        square = torch.empty(width, width, dtype=triangle.dtype)
+        square[rows, columns] = triangle
+        square[columns, rows] = triangle
+        return square
 
 
 @dataclass(frozen=True)
@@ -144,6 +195,23 @@ class Votes:
 
 
 @dataclass(frozen=True)
+class Masked:
+    """Secure sums: the client's numbers modulo 2^32 under masks (osfl/payload/masking.py).
+
+    Alone they are random. Only the sum of at least `min-clients` clients can be opened. The classes
+    are all classes of the run.
+    """
+
+    classes: tuple[str, ...]
+    # The SHA-256 of the members and their keys, in hex
+    roster: str
+    # Bytes of the numbers, four each, little-endian
+    numbers: Annotated[torch.Tensor, Shape("4s", dtype=torch.uint8)]
+    # Shares of the client's own mask, one for each member, encrypted to it
+    shares: Annotated[torch.Tensor, Shape("m", 32, dtype=torch.uint8)]
+
+
+@dataclass(frozen=True)
 class Domain:
     """prompts-domain: the name of the client's domain."""
 
@@ -156,6 +224,8 @@ Payload = (
     | Classifier
     | Encodings
     | Mixtures
+    | LatentMixture
+    | LatentStatistics
     | Captions
     | Embeddings
     | Concepts
@@ -163,8 +233,25 @@ Payload = (
     | FeatureStatistics
     | FeatureMixtures
     | Votes
+    | Masked
     | Domain
 )
+
+
+@dataclass(frozen=True)
+class Joint:
+    """Mixed runs: the payloads of two methods in one message, by method.
+
+    It reveals what they reveal.
+    """
+
+    # The classes of both
+    classes: tuple[str, ...]
+    parts: Mapping[str, Payload]
+
+
+# What a client of any run sends
+Sent = Payload | Joint
 
 # Every payload kind by its name. An invalid declaration fails here, at import.
 KINDS: dict[str, type] = {kind.__name__: kind for kind in get_args(Payload)}
@@ -184,3 +271,20 @@ def kind_of(name: str) -> type:
             f"{', '.join(KINDS)}"
         )
     return KINDS[name]
+
+
+def by_method(
+    payloads: Mapping[str, Sent], kinds: Mapping[str, str]
+) -> dict[str, dict[str, Payload]]:
+    """Return the payloads of each method by client; a joint payload has several.
+
+    Args:
+        payloads: by client.
+        kinds: the method of each client's payload.
+    """
+    groups: dict[str, dict[str, Payload]] = {}
+    for client, payload in payloads.items():
+        parts = payload.parts if isinstance(payload, Joint) else {kinds[client]: payload}
+        for method, part in parts.items():
+            groups.setdefault(method, {})[client] = part
+    return groups

@@ -3,24 +3,29 @@
 Each message type with the content of the request and of the reply:
 
 - `query.join`. Request: digests of the kit's weights, and the key to seal payloads to. Reply:
-  client id, installed version, architecture, and the number of training images if the method
-  weights clients by it and the client gives no guarantee.
+  client id, installed version, architecture, the number of training images if the method weights
+  clients by it and the client gives no guarantee, and whether its site asks for synthetic images.
 - `train`. Request: job id, and the key to seal the payload to. Reply: payload (as bytes), header,
   costs.
 - `query.acknowledge`. Request: job id, and the SHA-256 of the open payload that the server has
   stored, whose copy the client can delete, or the identity of the rounds that have ended. The
   reply is empty.
 - `evaluate`. Request: global model, its architecture and name, job id, and whether the client
-  adapts it first. Reply: confusion matrix and seconds, or that the site withholds the matrix.
+  personalizes it first; with the first model synthetic images for a site that asked
+  (`osfl.payload.samples`). Reply: confusion matrix, seconds and, without a guarantee, histograms
+  (`osfl.metrics.messages`), or that the site withholds the matrix.
+- `evaluate` with the record `LOCAL_BASELINE`. Request: as above. Reply: confusion matrix of a model
+  that the client trained alone, and how often either model is correct; or that it is withheld.
 - `train`, for an iterative baseline. Request: model, its architecture, round, job id, identity of
-  the rounds. Reply:
-  trained model, number of images, costs.
+  the rounds. Reply: trained model, number of images, costs.
+- `query.advise`. Request: nothing. Reply: at most three shares of training images (`osfl.advice`),
+  or that the site withholds them.
 
 Everything else that a client needs is in the run-config, which Flower gives to both sides.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import cast
 
 import torch
@@ -28,11 +33,13 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
+from osfl.advice import Figures
 from osfl.config import IDENTIFIER_RULE, is_identifier
 from osfl.payload import wire
 
 JOIN = "query.join"
 ACKNOWLEDGE = "query.acknowledge"
+ADVISE = "query.advise"
 # Replaces the confusion matrix in a reply to `evaluate` if the site does not send it
 WITHHELD = "withheld"
 
@@ -56,8 +63,8 @@ MAX_COSTS = {
     "delta": 1.0,
 }
 COST_KEYS = tuple(MAX_COSTS)
-# A client with a guarantee sends only these, because seconds, FLOPs, memory and counts are exact
-# functions of its images
+# A client with a guarantee, or in a secure sum, sends only these: seconds, FLOPs, memory and counts
+# are exact functions of its images
 PRIVATE_COST_KEYS = ("resent", "epsilon", "delta")
 
 
@@ -77,9 +84,13 @@ def unpack_acknowledgement(content: RecordDict) -> str:
     return str(content.config_records["job"].get("sha256", ""))
 
 
-def select_costs(costs: Mapping[str, float]) -> dict[str, float]:
-    """Select the costs that a client sends from all that it measured."""
-    keys = PRIVATE_COST_KEYS if costs["epsilon"] else COST_KEYS
+def select_costs(costs: Mapping[str, float], is_masked: bool = False) -> dict[str, float]:
+    """Select the costs that a client sends from all that it measured.
+
+    Args:
+        is_masked: whether its payload is a summand of a secure sum.
+    """
+    keys = PRIVATE_COST_KEYS if costs["epsilon"] or is_masked else COST_KEYS
     return {key: costs[key] for key in keys}
 
 
@@ -120,7 +131,8 @@ def unpack_payload(
         blob = unpack_bytes(arrays["payload"])
         sha256 = content.config_records["header"]["sha256"]
         figures = cast(Mapping[str, float], content.metric_records["costs"])
-        needed = PRIVATE_COST_KEYS if figures["epsilon"] else COST_KEYS
+        is_private = figures["epsilon"] or expected.masked
+        needed = PRIVATE_COST_KEYS if is_private else COST_KEYS
         costs = {key: float(figures[key]) for key in COST_KEYS if key in needed or key in figures}
         # Deletes it from `content` too; the reverse would leave it in `arrays`
         del arrays["payload"]
@@ -162,7 +174,7 @@ class SentModel:
         architecture, small_stem: the classifier that the state dict belongs to.
         job: id of the run.
         name: name of the model within the run.
-        adapts: whether the client adapts the model to its own images before it tests it.
+        personalizes: whether the client personalizes the model before it tests it.
     """
 
     state: dict[str, torch.Tensor]
@@ -170,7 +182,7 @@ class SentModel:
     small_stem: bool
     job: str
     name: str
-    adapts: bool = False
+    personalizes: bool = False
 
 
 def pack_model(model: SentModel) -> RecordDict:
@@ -181,7 +193,7 @@ def pack_model(model: SentModel) -> RecordDict:
             "small-stem": model.small_stem,
             "job": model.job,
             "name": model.name,
-            "adapts": model.adapts,
+            "adapts": model.personalizes,
         }
     )
     return RecordDict({"model": pack_state(model.state), "header": header})
@@ -207,6 +219,58 @@ def unpack_model(content: RecordDict) -> SentModel:
         name,
         bool(header["adapts"]),
     )
+
+
+@dataclass(frozen=True)
+class LocalTest:
+    """A client's test of the model that it trained alone, beside the global model.
+
+    Attributes:
+        confusion: the local model's counts of [true class, predicted class].
+        pairs: the number of test images that both models classify correctly, the global model
+            alone, the local model alone, and neither.
+    """
+
+    confusion: list[list[int]]
+    pairs: tuple[int, ...]
+
+
+def pack_local_test(test: LocalTest, seconds: float) -> RecordDict:
+    """Pack the reply to `evaluate` with a local-only baseline."""
+    cells = [cell for row in test.confusion for cell in row]
+    pairs = list(test.pairs)
+    metrics = MetricRecord({"seconds": seconds, "confusion": cells, "pairs": pairs})
+    return RecordDict({"metrics": metrics})
+
+
+def pack_figures(figures: Figures) -> RecordDict:
+    """Pack the reply to `query.advise`: the shares that the client has."""
+    shares = {name: share for name, share in vars(figures).items() if share is not None}
+    return RecordDict({"metrics": MetricRecord(dict(shares))})
+
+
+def unpack_figures(content: RecordDict) -> Figures | None:
+    """Unpack the reply to `query.advise`; None if the site withholds its figures.
+
+    Raises:
+        ValueError: a figure is not a share, or has an unknown name.
+    """
+    metrics = content.metric_records["metrics"]
+    if WITHHELD in metrics:
+        return None
+    names = [field.name for field in fields(Figures)]
+    for name, share in metrics.items():
+        if name not in names:
+            raise ValueError(f"its figure {name[:80]!r} is unknown; expected {', '.join(names)}")
+        # Also refuses NaN
+        if not isinstance(share, int | float) or not 0 <= share <= 1:
+            raise ValueError(f"its figure {name} must be a share from 0 to 1")
+    return Figures(**{name: float(cast(float, share)) for name, share in metrics.items()})
+
+
+def pack_withheld() -> RecordDict:
+    """Pack the reply of a site that withholds its test result: it depends on no image."""
+    return RecordDict({"metrics": MetricRecord({"seconds": 0.0, WITHHELD: 1})})
 
 
 def pack_state(state: dict[str, torch.Tensor]) -> ArrayRecord:

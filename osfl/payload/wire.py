@@ -8,7 +8,7 @@ import hashlib
 import io
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, cast
 
 import numpy as np
@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError
 from osfl.methods import METHODS
 from osfl.payload.codecs import pack, packed_size, unpack
 from osfl.payload.fields import Field, Form, Values, fields_of
-from osfl.payload.kinds import Payload, kind_of
+from osfl.payload.kinds import KINDS, Joint, Masked, Payload, Sent, kind_of
 from osfl.payload.v1 import payload_pb2 as pb
 from osfl.payload.wire_scan import ScanError, scan
 from osfl.util.text import sanitize
@@ -78,6 +78,8 @@ class Expected:
             dict.
         max_images: upper bound on the images that a client may describe one by one.
         codec: the run's `payload-codec`.
+        parts: what is expected of each part of a joint payload, whose `method` joins theirs.
+        masked: whether the payload is a summand of a secure sum, whose classes are the run's.
     """
 
     method: str
@@ -89,6 +91,18 @@ class Expected:
     architectures: Mapping[str, Tensors] = field(default_factory=dict)
     max_images: int = 20_000
     codec: str = "raw"
+    parts: tuple["Expected", ...] = ()
+    masked: bool = False
+
+
+def joint_expected(kind: str, parts: Mapping[str, Expected]) -> Expected:
+    """Return what is expected of a joint payload.
+
+    Args:
+        kind: the methods, joined.
+        parts: of one run and client, by method.
+    """
+    return replace(next(iter(parts.values())), method=kind, parts=tuple(parts.values()))
 
 
 def digest(blob: bytes | memoryview) -> str:
@@ -133,6 +147,31 @@ def encode(payload: Payload, method: str, job: str, client: str, codec: str = "r
     return blob.getvalue()
 
 
+def encode_joint(
+    payloads: Mapping[str, Payload], codecs: Mapping[str, str], job: str, client: str
+) -> bytes:
+    """Serialize several payloads of one client as one message.
+
+    Args:
+        payloads: by method.
+        codecs: the codec of each.
+
+    Raises:
+        ValueError: they are of different classes, or as `encode`.
+    """
+    kind = "+".join(payloads)
+    first, *others = [payload.classes for payload in payloads.values()]
+    if any(classes != first for classes in others):
+        raise ValueError(f"the payloads of {kind} must be of the same classes")
+    head = pb.Payload(version=VERSION, method=kind, job=job, client=client, classes=first)
+    body = list[Bytes]()
+    for method, payload in payloads.items():
+        part = encode(payload, method, job, client, codecs[method])
+        body += _field(pb.Joint.PART_FIELD_NUMBER, part)
+    number = pb.Payload.DESCRIPTOR.fields_by_name["joint"].number
+    return b"".join((head.SerializeToString(deterministic=True), *_field(number, *body)))
+
+
 def codec_of(codec: str, shape: Sequence[int | str], dtype: torch.dtype, declared: Field) -> str:
     """Return the codec of one tensor in a run with this `payload-codec`.
 
@@ -165,7 +204,7 @@ def check_size(size: int, expected: Expected) -> None:
         )
 
 
-def decode(blob: bytes | memoryview, expected: Expected, sha256: str | None = None) -> Payload:
+def decode(blob: bytes | memoryview, expected: Expected, sha256: str | None = None) -> Sent:
     """Parse and validate a payload.
 
     Peak memory is at most four times the payload's size plus 6 MB; with a codec also one and a half
@@ -196,12 +235,53 @@ def decode(blob: bytes | memoryview, expected: Expected, sha256: str | None = No
     del blob
     classes = _check_header(message, expected, refuse)
     body = message.WhichOneof("body")
-    kind = METHODS[expected.method].payload or "nothing"
+    kind = _kind_name(expected)
     if body != kind.lower():
         raise refuse("body", f"{body or 'nothing'}; {expected.method} expects {kind.lower()}")
+    if expected.parts:
+        return _read_joint(message.joint, classes, expected, refuse)
     payload = _read_body(kind_of(kind), getattr(message, body), classes, expected, refuse)
     _check_values(payload, expected, refuse)
     return payload
+
+
+def decode_trusted(blob: bytes, method: str, classes: tuple[str, ...]) -> Payload:
+    """Parse a payload of tensors that this process encoded and stored itself.
+
+    Args:
+        classes: all classes of the run.
+    """
+    message = pb.Payload.FromString(blob)
+    kind = METHODS[method].payload or "nothing"
+    body = getattr(message, kind.lower())
+    dtypes = {code: dtype for dtype, (code, _) in _DTYPES.items()}
+    tensors: dict[str, tuple[Shape, torch.dtype]] = {}
+    for name in fields_of(kind_of(kind)):
+        if body.HasField(name):
+            tensor = getattr(body, name)
+            tensors[name] = (tuple(tensor.shape), dtypes[tensor.dtype])
+    expected = Expected(method, message.job, message.client, classes, len(blob), tensors)
+    return cast(Payload, decode(blob, expected))
+
+
+def _read_joint(
+    body: pb.Joint, classes: tuple[str, ...], expected: Expected, refuse: "Refuse"
+) -> Joint:
+    """Return the parts of a joint payload, each parsed and validated by itself."""
+    if len(body.part) != len(expected.parts):
+        raise refuse("joint", f"{len(body.part)} parts; expected {len(expected.parts)}")
+    parts: dict[str, Payload] = {}
+    for blob, part in zip(body.part, expected.parts, strict=True):
+        try:
+            # The limit is that of the whole message
+            limited = replace(part, max_bytes=expected.max_bytes)
+            payload = cast(Payload, decode(blob, limited))
+        except PayloadError as error:
+            raise refuse(f"{part.method}: {error.field}", error.problem) from None
+        if payload.classes != classes:
+            raise refuse(f"{part.method}: classes", "must be those of the whole payload")
+        parts[part.method] = payload
+    return Joint(classes, parts)
 
 
 def _parse(blob: bytes | memoryview, expected: Expected, refuse: "Refuse") -> pb.Payload:
@@ -230,6 +310,8 @@ def _check_header(message: pb.Payload, expected: Expected, refuse: "Refuse") -> 
         raise refuse(
             "classes", f"{list(classes)[:20]} must be a subset of the run's classes, in their order"
         )
+    if expected.masked and classes != expected.classes:
+        raise refuse("classes", "must be all classes of the run in a secure sum")
     return classes
 
 
@@ -323,7 +405,7 @@ def _satisfies(numbers: torch.Tensor, rule: Values, labels: list[int]) -> bool:
     """
     match rule:
         case Values.SHARES:
-            sums = numbers.sum(dim=1)
+            sums = numbers.sum(dim=-1)
             return not bool((numbers < 0).any() or ((sums - 1).abs() > 1e-3).any())
         case Values.COUNTS:
             return not bool((numbers < 1).any() or (numbers > 10**9).any())
@@ -369,7 +451,10 @@ def _max_fields(expected: Expected) -> dict[str, int]:
     A field without an entry may not occur. One tensor and a few dimensions more than expected are
     allowed, so that the checks after parsing can say which one is wrong.
     """
-    kind = METHODS[expected.method].payload or "nothing"
+    kind = _kind_name(expected)
+    if expected.parts:
+        parts = {"Payload.joint": 1, "Joint.part": len(expected.parts)}
+        return {"Payload.classes": len(expected.classes), **parts}
     tensors = 1 + max(len(expected.tensors), *map(len, expected.architectures.values()), 0)
     limits = {
         "Payload.classes": len(expected.classes),
@@ -394,6 +479,8 @@ def _longest_text(expected: Expected) -> int:
 
 def _max_payload_bytes(expected: Expected) -> int:
     """Return the size of the largest valid payload, with a margin for names and lengths."""
+    if expected.parts:
+        return sum(map(_max_payload_bytes, expected.parts)) + 65_536
     forms = [declared.form for declared in _declared(expected).values()]
     texts = forms.count(Form.TEXT) + forms.count(Form.TEXTS) * expected.max_images
     size = {"classes": len(expected.classes), "images": expected.max_images}
@@ -426,8 +513,17 @@ def number_bytes(tensors: Tensors, size: Mapping[str, int], expected: Expected) 
 
 def _declared(expected: Expected) -> Mapping[str, Field]:
     """Return the fields of the payload that the method's clients send."""
-    kind = METHODS[expected.method].payload
-    return fields_of(kind_of(kind)) if kind else {}
+    kind = _kind_name(expected)
+    return fields_of(KINDS[kind]) if kind in KINDS else {}
+
+
+def _kind_name(expected: Expected) -> str:
+    """Return the class of the payload that is expected; the body's field has it in lower case."""
+    if expected.parts:
+        return Joint.__name__
+    if expected.masked:
+        return Masked.__name__
+    return METHODS[expected.method].payload or "nothing"
 
 
 def _field(number: int, *parts: Bytes) -> list[Bytes]:

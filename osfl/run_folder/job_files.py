@@ -34,33 +34,43 @@ class JobFiles:
         write_atomically(self.path / name, (json.dumps(value, indent=1) + "\n").encode())
 
     def read_json(
-        self, name: str, kinds: Mapping[str, Any] | None = None, cure: str = HINT_RESTORE
+        self, name: str, kinds: Mapping[str, Any] | None = None, hint: str = HINT_RESTORE
     ) -> Any:
         """Read a result of `write_json`, or None if there is none.
 
         Args:
             kinds: the types of the keys that the value, an object, must have; None: any value.
-            cure: hint at the end of the error message.
+            hint: the end of the error message.
 
         Raises:
             CorruptFileError: the file is corrupt.
         """
         if not os.path.lexists(self.path / name):
             return None
-        value = read_json(self.path / name, object if kinds is None else dict, cure)
+        value = read_json(self.path / name, object if kinds is None else dict, hint)
         if not all(isinstance(value.get(key), kind) for key, kind in (kinds or {}).items()):
-            raise CorruptFileError(f"{self.path / name} is corrupt; {cure}")
+            raise CorruptFileError(f"{self.path / name} is corrupt; {hint}")
         return value
 
-    def write_weights(self, name: str, state: "Mapping[str, torch.Tensor]") -> str:
-        """Write tensors in safetensors' format; return the file's SHA-256."""
+    def write_weights(
+        self,
+        name: str,
+        state: "Mapping[str, torch.Tensor]",
+        metadata: Mapping[str, str] | None = None,
+    ) -> str:
+        """Write tensors in safetensors' format; return the file's SHA-256.
+
+        Args:
+            metadata: at most one key, because safetensors writes several in random order.
+        """
         from safetensors.torch import save
 
-        weights = save({key: tensor.contiguous() for key, tensor in state.items()})
+        contiguous = {key: tensor.contiguous() for key, tensor in state.items()}
+        weights = save(contiguous, dict(metadata) if metadata else None)
         write_atomically(self.path / name, weights)
         return hashlib.sha256(weights).hexdigest()
 
-    def read_weights(self, name: str, sha256: object, cure: str) -> "dict[str, torch.Tensor]":
+    def read_weights(self, name: str, sha256: object, hint: str) -> "dict[str, torch.Tensor]":
         """Read the tensors of `write_weights`.
 
         Raises:
@@ -78,4 +88,4 @@ class JobFiles:
 
             return load(weights)
         problem = "is corrupt" if file.exists() else "is missing"
-        raise CorruptFileError(f"{file} {problem}; {cure}")
+        raise CorruptFileError(f"{file} {problem}; {hint}")

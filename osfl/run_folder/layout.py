@@ -7,21 +7,37 @@ payloads/<client>.pb      the payload as received; a sealed one is opened, unles
                           <client>.json: its digest, the client's costs, and the key that it is
                           sealed to. <client>.decoding, while it is decoded: how often the server
                           ended during that
+payloads-from.json        with payloads-from: the run and job that the payloads are from, and their
+                          SHA-256
+secure-sum.json           with secure-sum: the members, their public keys, and who is absent.
+                          secure-sum.bin: the sum of the others, once it is open
+continued-from.json       with continue-from: the run that this one continues, and the SHA-256 of
+                          the payloads that it has from there
+previous/                 with continue-from-model: the models that training starts from
 synthesis.json            sampling settings that the configuration left to a measurement
 images/<client>/<class>/  the synthetic images
 units/<unit>.jsonl        a manifest row for every image of a finished work unit
 timings.jsonl             the time that each unit took
-agreement.json            with robust: the scores of each client's classes
-influence/                with influence: done.json, the images that the models without each client
-                          classify correctly; clients.json, each client's contribution
+agreement.json            with defense: the scores of each client's classes
+contribution/             with client-contribution: done.json, the images that the models without
+                          each client classify correctly; clients.json, each client's contribution
 rounds/                   of iterative baselines: the last round's model, and done.json with its
                           checksum and the times of all rounds; identity.json, which tells this
                           run from another server's with the same job id
 models/<name>.safetensors the global models
+curves/<name>.json        the loss of their training, by step
 tests/<name>.json         their confusion matrices by client; <name>.adapted.json, those of each
-                          client's adapted model
+                          client's personalized model
+histograms/<name>.json    the histograms of these tests' scores by client, where sites send them
+local-baseline.json       with local-baseline: the results of the clients' local-only models
+test-only.json            the confusion matrices of test-only clients, by model
+advice.json               of `osfl advise`, the clients' figures; advice.md, its table
+forgotten/<number>.json   the removal of a client by `osfl forget`: names and SHA-256 of the removed
+                          files, and what it could not reach
 withheld.json             the clients whose sites withhold their test results
-status.json               the current state, and the start of each phase
+status.json               the current state, the start of each phase, and when each client reached
+                          its states
+tensorboard/              with tracking: TensorBoard's event files
 server.log                of a simulation: the log of server and clients
 manifest.jsonl metrics.json report.html
 SHA256SUMS                of a finished run: the digests of its records (osfl/run_folder/verify.py)
@@ -38,6 +54,8 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from osfl.config import NOT_IDENTITY, ConfigError, RunConfig, flatten
+from osfl.run_folder.continuation_store import ContinuationStore
+from osfl.run_folder.forgotten_store import ForgottenStore, name_digest
 from osfl.run_folder.image_store import (
     MAX_IMAGE_BYTES,
     MAX_IMAGE_PIXELS,
@@ -48,8 +66,9 @@ from osfl.run_folder.image_store import (
     read_rows,
 )
 from osfl.run_folder.model_store import ADAPTED, ModelStore
-from osfl.run_folder.payload_store import MAX_DECODING_CRASHES, PayloadStore
+from osfl.run_folder.payload_store import MAX_DECODING_CRASHES
 from osfl.run_folder.round_store import RoundStore
+from osfl.run_folder.sum_store import SumStore
 from osfl.util.files import OWNER_ONLY, ensure_own_folder, make_private_folder
 
 __all__ = [
@@ -84,7 +103,7 @@ _STEPS = {
 
 
 @dataclass(frozen=True)
-class RunFolder(PayloadStore, ImageStore, RoundStore, ModelStore):
+class RunFolder(ContinuationStore, ImageStore, RoundStore, ModelStore, ForgottenStore, SumStore):
     """The folder of one run: its stores, the job's inputs, and its lock."""
 
     # ---- The job's inputs ----
@@ -125,6 +144,19 @@ class RunFolder(PayloadStore, ImageStore, RoundStore, ModelStore):
         """Store the SHA-256 of the kit's files that each step uses."""
         self.write_json("kit.json", digests)
 
+    def departed_digests(self) -> frozenset[str]:
+        """Return the digests of the names of clients that must not take part in this run."""
+        record = self.continuation()
+        if record is None:
+            return self.forgotten_digests()
+        returned = {name_digest(client) for client in record.replaced}
+        return self.forgotten_digests() | (set(record.departed) - returned)
+
+    def vacant_places(self) -> int:
+        """Return the number of places that clients had in this run that have left it."""
+        record = self.continuation()
+        return self.forgotten_places() + (0 if record is None else record.dropped)
+
     def has_started(self, step: str) -> bool:
         """Return whether a step of the job (`payloads`, `images`, `models`) has left any file."""
         return any(any(self.path.glob(pattern)) for pattern in _STEPS[step])
@@ -138,7 +170,8 @@ class RunFolder(PayloadStore, ImageStore, RoundStore, ModelStore):
         Raises:
             CorruptFileError: `synthesis.json` is corrupt.
         """
-        return self.read_json("synthesis.json", kinds, HINT_SYNTHESIZE)
+        record: dict[str, Any] | None = self.read_json("synthesis.json", kinds, HINT_SYNTHESIZE)
+        return record
 
     def store_sampling_choice(self, choice: Mapping[str, Any]) -> None:
         """Store the settings that a measurement chose, for the rest of the job."""
@@ -155,6 +188,11 @@ class RunFolder(PayloadStore, ImageStore, RoundStore, ModelStore):
     def report_file(self) -> Path:
         """The path of the report page."""
         return self.path / "report.html"
+
+    @property
+    def tensorboard_folder(self) -> Path:
+        """The folder of TensorBoard's event files."""
+        return self.path / "tensorboard"
 
     def remove_status(self) -> None:
         """Remove the previous run's status at the start of a run."""
@@ -246,6 +284,11 @@ def check_same_run(folder: RunFolder, config: dict[str, Any]) -> None:
     if not folder.path.is_dir():
         return
     job_id = folder.path.name
+    if folder.interrupted_removal():
+        raise ConfigError(
+            f"job-id = {job_id!r}: the removal of a client was interrupted; repeat `osfl forget` "
+            "with its --client first"
+        )
     stored = folder.stored_config()
     if stored is None:
         if results := _results(folder.path):

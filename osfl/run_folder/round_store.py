@@ -83,7 +83,9 @@ class RoundStore(JobFiles):
         Raises:
             CorruptFileError: it is corrupt.
         """
-        return self.read_json("rounds/done.json", _ROUND, HINT_RESTART_ROUNDS)
+        file = "rounds/done.json"
+        record: dict[str, Any] | None = self.read_json(file, _ROUND, HINT_RESTART_ROUNDS)
+        return record
 
     def round_model(self, record: Mapping[str, Any]) -> "dict[str, torch.Tensor]":
         """Read the model after the last round.

@@ -58,7 +58,7 @@ def write_shards(
     listing = out / "shards.json"
     identity = {"manifest": hashlib.sha256(manifest.read_bytes()).hexdigest(), "size": size}
     hint = "set an empty folder, or remove this file if its shards are not needed"
-    existing = read_json(listing, cure=hint) if os.path.lexists(listing) else None
+    existing = read_json(listing, hint=hint) if os.path.lexists(listing) else None
     if existing != identity and (existing or any(out.glob("*.tar"))):
         raise ConfigError(
             f"{out} has shards of another run, or of another size; set an empty folder"

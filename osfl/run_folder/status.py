@@ -10,11 +10,22 @@ from osfl.util.files import read_json, write_atomically
 from osfl.util.log import log
 from osfl.util.text import sanitize, sanitize_lines
 
+# The state of a client that only tests, and of one that was asked for its payload
+TEST_ONLY_STATE = "test only"
+ASKED_STATE = "asked"
+# A time of a client whose payload the defense drops
+DROPPED = "dropped"
+# A time of a client: all its images are synthesized, although others still work
+SYNTHESIZED = "synthesized"
 _DETAILS = "; details: "
+# Between a client's state and its note
+_NOTE = "; "
 # Phases that `status.json` keeps
 MAX_PHASES = 50
 # Time between two log lines about a phase's progress
 LOG_SECONDS = 10.0
+# Clients whose every change is written at once; with more, a change waits up to a second per 1,000
+AT_ONCE = 100
 # Characters: an error may have a line for each of many clients
 MAX_ERROR = 10_000
 
@@ -33,12 +44,18 @@ def split_details(warning: str) -> tuple[str, str]:
 def read_status(folder: Path) -> dict[str, Any]:
     """Read `status.json`; {} if it is missing or corrupt, because a run soon rewrites it."""
     try:
-        state = read_json(folder / "status.json")
+        state: dict[str, Any] = read_json(folder / "status.json")
     except OSError:
         return {}
+    return state if is_status(state) else {}
+
+
+def is_status(state: Any) -> bool:
+    """Return whether a JSON value is an object with a status' keys of the right types."""
     kinds = {"phase": str, "clients": dict, "done": int, "total": int}
-    is_valid = all(isinstance(state.get(key), kind) for key, kind in kinds.items())
-    return state if is_valid else {}
+    return isinstance(state, dict) and all(
+        isinstance(state.get(key), kind) for key, kind in kinds.items()
+    )
 
 
 def has_finished(folder: Path) -> bool:
@@ -47,18 +64,26 @@ def has_finished(folder: Path) -> bool:
     Raises:
         CorruptFileError: `status.json` is missing or corrupt.
     """
-    return read_json(folder / "status.json").get("phase") == "finished"
+    is_finished: bool = read_json(folder / "status.json").get("phase") == "finished"
+    return is_finished
 
 
 class Status:
-    """A run's phase, clients and counters. Progress is written at most about twice a second."""
+    """A run's phase, clients and counters. Progress is written at most about twice a second.
+
+    The file has all clients, so writing each change of thousands would take most of the server's
+    time.
+    """
 
     def __init__(self, folder: Path):
+        self.folder = folder
         self._file = folder / "status.json"
         self._written = 0.0
         self._logged = 0.0
         self.state: dict[str, Any] = {"phase": "", "clients": {}, "done": 0, "total": 0, "step": []}
         self.state["phases"] = []
+        # Seconds since 1970 of each client's last change to a state, by the state's first word
+        self.state["times"] = {}
 
     def phase(self, name: str, total: int = 0) -> None:
         """Begin a phase. The starts of this process's last phases are kept.
@@ -99,7 +124,36 @@ class Status:
         log.info("%s: %s", name, state)
         log_event({"client": name, "state": state})
         self.state["clients"][name] = state
+        self.stamp(name, state.partition(" ")[0])
+
+    def note(self, name: str, text: str) -> None:
+        """Replace the note behind a client's state; "" removes it."""
+        name = sanitize(name)
+        clients = self.state["clients"]
+        if name in clients:
+            state = clients[name].partition(_NOTE)[0]
+            clients[name] = f"{state}{_NOTE}{sanitize(text)}" if text else state
+            log_event({"client": name, "state": clients[name]})
+            self._write(immediately=False)
+
+    def stamp(self, name: str, state: str) -> None:
+        """Record the time at which a client reached a state, for the report's timeline."""
+        times = self.state["times"].setdefault(sanitize(name), {})
+        times[state] = round(time.time(), 2)
+        clients = len(self.state["times"])
+        # Written again at the phase's next progress, which every poll reports
+        self._write(immediately=clients <= AT_ONCE, pause=clients / 1000)
+
+    def remove(self, client: str) -> None:
+        """Remove a client and its times."""
+        self.state["clients"].pop(sanitize(client), None)
+        self.state["times"].pop(sanitize(client), None)
         self._write(immediately=True)
+
+    def forget(self, state: str) -> None:
+        """Remove the time of a state of all clients."""
+        for times in self.state["times"].values():
+            times.pop(state, None)
 
     def warn(self, warnings: list[str]) -> None:
         """Replace the warnings that users should read before they use the result."""
@@ -112,7 +166,7 @@ class Status:
         """Add a warning to the earlier ones."""
         self.warn([*self.state.get("warnings", []), warning])
 
-    def _write(self, immediately: bool) -> None:
-        if immediately or time.monotonic() - self._written > 0.5:
+    def _write(self, immediately: bool, pause: float = 0.5) -> None:
+        if immediately or time.monotonic() - self._written > pause:
             self._written = time.monotonic()
             write_atomically(self._file, json.dumps(self.state).encode(), durable=False)

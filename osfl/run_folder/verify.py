@@ -3,18 +3,21 @@
 Images, payloads and models have their SHA-256 in records beside them: `units/*.jsonl`,
 `payloads/*.json`, `models/*.json`. These records and every other file of a finished run have theirs
 in `SHA256SUMS`, which is written last (`sha256sum -c SHA256SUMS` reads it, too). The exceptions are
-`status.json`, which must say `finished`, and the launcher's `server.log`.
+`status.json`, which must say `finished`, the launcher's `server.log`, and what no result depends
+on: `curves/` and `tensorboard/`.
 """
 
 import hashlib
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from osfl.run_folder.forgotten_store import record_problems, signer_of
 from osfl.run_folder.image_store import image_digest, read_image, read_rows
 from osfl.run_folder.job_files import HINT_RECREATE
 from osfl.run_folder.layout import CHECKSUMS, UNRECORDED, RunFolder
@@ -23,7 +26,8 @@ from osfl.util.text import sanitize
 
 _RECORDS = (
     *("*.json", "*.jsonl", "*.html", "payloads/*.json", "units/*.jsonl", "models/*.json"),
-    *("tests/*.json", "rounds/*.json", "rounds/*.safetensors", "influence/*.json"),
+    *("tests/*.json", "histograms/*.json", "rounds/*.json", "rounds/*.safetensors"),
+    *("contribution/*.json", "forgotten/*.json", "previous/*.safetensors"),
 )
 
 
@@ -33,8 +37,8 @@ class Finding:
 
     Attributes:
         kind: the plural of its name, such as `models`.
-        good: the number of intact files.
-        wrong: a problem for each of the others.
+        intact: the number of intact files.
+        problems: a problem for each of the others.
     """
 
     kind: str
@@ -87,10 +91,11 @@ def verify_run(
             intact += not problem
             progress(number, len(rows))
     findings = [
-        _check_recorded_files(folder, "payloads", ".pb"),
+        _check_recorded_files(folder, "payloads", ".pb", _reused_payloads(folder)),
         Finding("images", intact, tuple(problems)),
         _check_manifest(folder, rows),
         _check_recorded_files(folder, "models", ".safetensors"),
+        *_check_removals(folder),
     ]
     reported = {problem for finding in findings for problem in finding.problems}
     records = _check_records(folder)
@@ -106,7 +111,7 @@ def write_checksums(folder: Path) -> None:
         for file in sorted(folder.glob(pattern))
         if file.name not in UNRECORDED and os.path.isfile(file)
     ]
-    lines = [f"{_sha256(folder / name)}  {name}\n" for name in names]
+    lines = [f"{sha256_of(folder / name)}  {name}\n" for name in names]
     write_atomically(folder / CHECKSUMS, f"# {len(names)} files\n{''.join(lines)}".encode())
 
 
@@ -116,7 +121,7 @@ def check_checksum(folder: Path, name: str) -> None:
     Raises:
         CorruptFileError: the record is missing or corrupt.
     """
-    digest = _read_sums(folder).get(name)
+    digest = read_checksums(folder).get(name)
     if digest and (problem := _problem(folder, name, digest)):
         raise CorruptFileError(f"{folder}: {problem}; {HINT_RECREATE}")
 
@@ -132,6 +137,24 @@ def _unit_rows(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
             problems.append(_corruption(folder, unit))
     rows.sort(key=lambda row: row["file"])
     return rows, problems
+
+
+def _check_removals(folder: Path) -> list[Finding]:
+    """Check the records of forgotten clients and their signatures; [] if there are none."""
+    files = RunFolder(folder).forgotten_files()
+    problems = tuple(record_problems(files))
+    return [Finding("removal records", len(files) - len(problems), problems)] if files else []
+
+
+def signature_lines(folder: Path) -> list[str]:
+    """Return a line for each intact removal record that says which key has signed it."""
+    lines = []
+    for file in RunFolder(folder).forgotten_files():
+        with suppress(OSError):
+            key = signer_of(file)
+            signer = f"signed by the Ed25519 key {key}" if key else "not signed"
+            lines.append(f"forgotten/{file.name}: {signer}")
+    return lines
 
 
 def _check_manifest(folder: Path, unit_rows: list[dict[str, Any]]) -> Finding:
@@ -155,8 +178,24 @@ def _check_manifest(folder: Path, unit_rows: list[dict[str, Any]]) -> Finding:
     return Finding("manifest rows", len(rows) - len(problems), problems)
 
 
-def _check_recorded_files(folder: Path, kind: str, ending: str) -> Finding:
-    """Check files whose digest is in a JSON file beside them; both must exist."""
+def _reused_payloads(folder: Path) -> dict[str, str] | None:
+    """Return the SHA-256 of the payloads that a run is bound to; None for its own payloads."""
+    try:
+        source = RunFolder(folder).payload_source()
+    # The check of the records reports it
+    except OSError:
+        return None
+    return None if source is None else source.payloads
+
+
+def _check_recorded_files(
+    folder: Path, kind: str, ending: str, bound_to: Mapping[str, str] | None = None
+) -> Finding:
+    """Check files whose digest is in a JSON file beside them; both must exist.
+
+    Args:
+        bound_to: the digests that the files must have in any case, by name.
+    """
     files = [*(folder / kind).glob(f"*{ending}"), *(folder / kind).glob("*.json")]
     results = []
     for name in sorted({file.stem for file in files}):
@@ -165,6 +204,9 @@ def _check_recorded_files(folder: Path, kind: str, ending: str) -> Finding:
             digest = read_json(record).get("sha256")
         except OSError:
             results.append(_corruption(folder, record))
+            continue
+        if bound_to is not None and bound_to.get(name) != digest:
+            results.append(f"{sanitize(f'{kind}/{name}{ending}')} is not in payloads-from.json")
             continue
         results.append(_problem(folder, f"{kind}/{name}{ending}", digest))
     return Finding(kind, results.count(""), tuple(problem for problem in results if problem))
@@ -190,7 +232,7 @@ def _check_records(folder: Path) -> Finding:
         if sealed and phase != "finished":
             problems.append("status.json does not say that the run has finished")
     if sealed or phase == "finished" or (phase is None and ended):
-        sums = _read_sums(folder)
+        sums = read_checksums(folder)
         results = [_problem(folder, name, digest) for name, digest in sums.items()]
         problems += [] if sums else [_corruption(folder, folder / CHECKSUMS)]
     else:
@@ -208,7 +250,7 @@ def _config_problem(folder: Path) -> str:
     return ""
 
 
-def _read_sums(folder: Path) -> dict[str, str]:
+def read_checksums(folder: Path) -> dict[str, str]:
     """Read the digests by file; {} if `SHA256SUMS` is missing or corrupt."""
     if not os.path.isfile(folder / CHECKSUMS):
         return {}
@@ -225,7 +267,7 @@ def _read_sums(folder: Path) -> dict[str, str]:
 def _problem(folder: Path, name: str, digest: object) -> str:
     """Return the problem with a file, by its SHA-256; "" if it is intact."""
     try:
-        is_intact = os.path.isfile(folder / name) and _sha256(folder / name) == digest
+        is_intact = os.path.isfile(folder / name) and sha256_of(folder / name) == digest
     except OSError:
         return f"{sanitize(name)} cannot be read"
     return "" if is_intact else _corruption(folder, folder / name)
@@ -238,6 +280,7 @@ def _corruption(folder: Path, file: Path) -> str:
     return f"{name} is corrupt"
 
 
-def _sha256(file: Path) -> str:
+def sha256_of(file: Path) -> str:
+    """Return the SHA-256 of a file, in hex."""
     with open(file, "rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()

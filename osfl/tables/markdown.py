@@ -31,18 +31,20 @@ COST_COLUMNS = (
 Groups = dict[str, list[dict[str, Any]]]
 
 
-def as_markdown(table: TableFile, records: list[dict[str, Any]], command: str, at_once: int) -> str:
+def as_markdown(
+    table: TableFile, records: list[dict[str, Any]], command: str, parallel_runs: int
+) -> str:
     """Format the means over the seeds, the published figures, and what is missing.
 
     Args:
         command: the command line that made the table.
-        at_once: number of runs in parallel, on which times depend.
+        parallel_runs: number of runs in parallel, on which times depend.
     """
     groups = group_by_row(records)
     parts = [
         f"**{sanitize(table.title)}**",
         _main_table(groups, records),
-        _caption(groups, records, command, at_once),
+        _caption(groups, records, command, parallel_runs),
     ]
     if table.reference in groups:
         parts.append(_compare_with_reference(table.reference, groups))
@@ -90,7 +92,9 @@ def _averages_differ(groups: Groups) -> bool:
     )
 
 
-def _caption(groups: Groups, records: list[dict[str, Any]], command: str, at_once: int) -> str:
+def _caption(
+    groups: Groups, records: list[dict[str, Any]], command: str, parallel_runs: int
+) -> str:
     """Explain the table's figures, and how they were measured."""
     seeds = list(map(str, sorted({record["seed"] for record in records})))
     over_seeds = f"seed {seeds[0]}"
@@ -112,7 +116,7 @@ def _caption(groups: Groups, records: list[dict[str, Any]], command: str, at_onc
         f"{adapted}; {over_seeds}; {averages}. Costs are those of the most expensive client. "
         "Uploads and downloads are serialized sizes; downloads include the parts of the kit, "
         "unless a size is unknown (+ kit). "
-        f"Command: `{command}`, {at_once} runs in parallel. {describe_machine()}, "
+        f"Command: `{command}`, {parallel_runs} runs in parallel. {describe_machine()}, "
         f"{', '.join(libraries)}."
     )
     for name, group in groups.items():

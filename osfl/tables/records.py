@@ -3,17 +3,22 @@
 import csv
 import io
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
+from osfl.advice import REFERENCE, kind_of
+from osfl.methods import METHODS, Method
 from osfl.run_folder.report.metrics import ADAPTED_SUFFIX, accuracy_over_images
 from osfl.tables.runner import Outcome
 
+# The package that declared a run's method may be gone when its results are read
+_UNKNOWN = Method(client=None, server="", payload=None, sends="")
 # A record's fields that are not cost columns of the CSV
 NOT_A_COST = (
     *("row", "seed", "average", "over_images", "accuracy", "versions", "error", "not_tested"),
-    "branches",
+    *("branches", "model_bytes", "is_reference"),
 )
 
 
@@ -28,7 +33,8 @@ def records_of(outcome: Outcome) -> list[dict[str, Any]]:
         return [{"row": cell.row, "seed": cell.seed, "error": outcome.error}]
     accuracy = metrics["accuracy"]
     over_all_images = metrics["over_images"]
-    if metrics["method"] == "local":
+    method = METHODS.get(metrics["method"], _UNKNOWN)
+    if not method.global_model:
         accuracy, over_all_images = _mean_of_models(accuracy, metrics["confusion"])
     costs = _run_costs(metrics)
     has_several_models = sum(not model.endswith(ADAPTED_SUFFIX) for model in accuracy) > 1
@@ -45,7 +51,9 @@ def records_of(outcome: Outcome) -> list[dict[str, Any]]:
             "versions": metrics["versions"],
             "kit_not_counted": metrics.get("kit_not_counted", False),
             "not_tested": metrics["not_tested"],
-            "branches": _branches(metrics),
+            "branches": method.table_note(metrics["config"]),
+            "model_bytes": outcome.bytes_of(model),
+            "is_reference": kind_of(method) == REFERENCE,
         }
         records.append(record)
     return records
@@ -59,7 +67,8 @@ def _run_costs(metrics: dict[str, Any]) -> dict[str, Any]:
         # Clients with a privacy guarantee do not send their costs
         if any(costs.get("epsilon") and key not in costs for costs in clients):
             return None
-        return max(costs.get(key, 0) for costs in clients)
+        highest: float | None = max(costs.get(key, 0) for costs in clients)
+        return highest
 
     return {
         "rounds": metrics["rounds"],
@@ -70,6 +79,21 @@ def _run_costs(metrics: dict[str, Any]) -> dict[str, Any]:
         "client_memory_mb": largest("peak_memory_mb"),
         "server_seconds_per_image": metrics["server"]["seconds_per_image"],
     }
+
+
+def describe_sharing(outcomes: Iterable[Outcome]) -> str:
+    """Say how much of the clients' work shared payloads have saved; "" if none were shared."""
+    shared = [outcome.metrics for outcome in outcomes if outcome.metrics.get("payloads_from")]
+    if not shared:
+        return ""
+    clients = [costs for metrics in shared for costs in metrics["clients"].values()]
+    hours = sum(costs.get("seconds", 0.0) for costs in clients) / 3600
+    hidden = any(costs.get("epsilon") and "seconds" not in costs for costs in clients)
+    unknown = ", without clients that do not send their time" if hidden else ""
+    return (
+        f"{len(shared)} of the runs use the payloads of another run with the same settings of the "
+        f"clients, which saved {hours:.2g} client-hours{unknown}."
+    )
 
 
 def _row_name(row: str, model: str, has_several_models: bool) -> str:
@@ -95,16 +119,6 @@ def _mean_of_models(
         shares.append(accuracy_over_images({client: matrix[client] for client in means}))
     average = float(np.mean(list(means.values())))
     return {"": {**means, "average": average}}, {"": float(np.mean(shares))}
-
-
-def _branches(metrics: dict[str, Any]) -> str:
-    """Describe a row's guidance if it has fewer branches than the published method; else ""."""
-    config = metrics["config"]
-    if metrics["method"] == "feddeo" and config["feddeo.guidance-text"] == 0:
-        return "the description alone (FedDEO's eq. 5 without its text branch)"
-    if metrics["method"] == "feddeo" and config["feddeo.guidance-description"] == 0:
-        return "the text alone (FedDEO's eq. 5 without its description)"
-    return ""
 
 
 def as_csv(records: list[dict[str, Any]]) -> str:

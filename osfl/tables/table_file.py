@@ -16,14 +16,16 @@ A table file (configs/tables/*.toml) has
 A table that a paper has published (configs/papers/*.toml) also has
 
     source = "..."           # paper, table and page
-    preset = "pacs"          # in [common] or a row: configs/data/pacs.toml, which they override
+    preset = "pacs"          # in [common] or a row: configs/data/pacs.toml, which they override;
+                             # "worlds/pacs" is configs/worlds/pacs.toml
     [published."espresso C"] # the paper's figures, by client name, and `average`
     average = 71.3
     [lacks]                  # the paper's rows that are missing here, and why
     "DENSE" = "a baseline that OSFL does not have"
 
 Each cell, which is a row with a seed, is one `osfl run`. A finished run with the same settings and
-kits is reused.
+kits is reused. Runs whose clients would make the same payloads share them: the first row's run
+makes them.
 """
 
 import hashlib
@@ -35,7 +37,14 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from osfl.config import NOT_IDENTITY, ConfigError, Scalar, flatten
+from osfl.config import (
+    NOT_IDENTITY,
+    ConfigError,
+    Scalar,
+    flatten,
+    payload_settings,
+    sends_payloads,
+)
 from osfl.config.toml import read_toml
 from osfl.kit.used_parts import digests_by_step
 from osfl.settings import (
@@ -64,12 +73,14 @@ class Cell:
 
     Attributes:
         settings: `key=value` arguments of `osfl run`.
+        payload_key: digest of everything that shapes its clients' payloads; "" if there are none.
     """
 
     row: str
     seed: int
     job_id: str
     settings: tuple[str, ...]
+    payload_key: str = ""
 
 
 @dataclass(frozen=True)
@@ -115,13 +126,21 @@ def _cell(table: str, row: str, settings: tuple[str, ...], seed: int) -> Cell:
         key: value
         for key, value in flatten(config).items()
         # A job may change its adaptation and test again; in a table these are different cells
-        if key not in NOT_IDENTITY or (config.adaptation.steps and key.startswith("adaptation."))
+        if key not in NOT_IDENTITY
+        or (config.personalization.steps and key.startswith("personalization."))
     }
-    digest = hashlib.sha256(
-        json.dumps([identity, digests_by_step(config)], sort_keys=True).encode()
-    ).hexdigest()[:8]
+    kits = digests_by_step(config)
+    digest = _digest([identity, kits])[:8]
     name = re.sub(r"[^A-Za-z0-9_]+", "-", f"{table}-{row}").strip("-")[:45]
-    return Cell(row, seed, f"{name}-s{seed}-{digest}", settings)
+    payload_key = ""
+    if sends_payloads(config):
+        shaping = [payload_settings(config), kits.get("payloads", {}), config.sealing_key]
+        payload_key = _digest(shaping)
+    return Cell(row, seed, f"{name}-s{seed}-{digest}", settings, payload_key)
+
+
+def _digest(inputs: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
 
 
 def read_table(
@@ -318,7 +337,8 @@ def _with_preset(file: Path, common: dict[str, Any], row: dict[str, Any]) -> dic
     if not preset:
         return settings
     try:
-        preset_settings = read_toml(find_config(f"configs/data/{preset}.toml"))
+        folder = "configs" if "/" in str(preset) else "configs/data"
+        preset_settings = read_toml(find_config(f"{folder}/{preset}.toml"))
     except ConfigError as error:
         raise ConfigError(f"{file}: preset = {quote(preset)}: {error}") from None
     return {**flatten_toml(preset_settings), **settings}
@@ -330,7 +350,7 @@ def _published(file: Path, content: dict[str, Any]) -> dict[str, dict[str, float
     Raises:
         ConfigError: a row does not exist, or a figure is not a number.
     """
-    published = content.get("published", {})
+    published: dict[str, dict[str, float]] = content.get("published", {})
     for row, figures in published.items():
         # A run with several global models has a row for each, such as `FedLMG MD`
         base_row, _, model = row.rpartition(" ")

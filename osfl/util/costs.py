@@ -6,12 +6,27 @@ import resource
 import time
 from collections.abc import Callable, Hashable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 T = TypeVar("T")
+# A larger batch is timed while doubling it saves this part of the time per row
+LEAST_GAIN = 0.1
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A part of a run's work.
+
+    Attributes:
+        seconds: on this machine.
+    """
+
+    flops: float
+    seconds: float
 
 
 class FlopMeter:
@@ -64,6 +79,31 @@ class Stopwatch:
     def seconds(self) -> float:
         """Return the wall-clock seconds since the start."""
         return time.perf_counter() - self._start
+
+
+def time_growing_batches(
+    time_batch: Callable[[int], Cost], first: int, most: int, seconds: float
+) -> Cost:
+    """Return the cost per row of the fastest batch, each twice as large as the one before.
+
+    The search ends at the first batch that saves less than `LEAST_GAIN` of the time per row.
+
+    Args:
+        time_batch: returns the cost per row of a batch, by its number of rows.
+        first: rows of the first batch.
+        most: rows of the largest batch.
+        seconds: time after which no further batch is timed.
+    """
+    rows = min(first, most)
+    watch = Stopwatch()
+    best = time_batch(rows)
+    while rows < most and watch.seconds < seconds:
+        rows = min(2 * rows, most)
+        cost = time_batch(rows)
+        if cost.seconds > (1 - LEAST_GAIN) * best.seconds:
+            return min(best, cost, key=lambda each: each.seconds)
+        best = cost
+    return best
 
 
 def peak_memory_mb() -> float:

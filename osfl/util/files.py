@@ -7,7 +7,7 @@ import stat
 import tempfile
 from codecs import BOM_UTF8
 from collections.abc import Iterable, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 from osfl.util.text import sanitize
@@ -18,15 +18,19 @@ PUBLIC = 0o644
 # Limits on JSON files. The depth is limited because code that walks the value recurses.
 MAX_JSON_BYTES = 2**28
 MAX_JSON_DEPTH = 100
-# Windows has no such flag
+_CONTAINERS = frozenset({dict, list})
+# Windows has no such flags
 _NO_LINKS = getattr(os, "O_NOFOLLOW", 0)
+_FOLDER = getattr(os, "O_DIRECTORY", 0)
 
 
 class CorruptFileError(OSError):
     """A file that is missing or corrupt. The message names it and ends with a hint."""
 
 
-def write_atomically(path: Path, data: bytes, mode: int = OWNER_ONLY, durable: bool = True) -> None:
+def write_atomically(
+    path: Path, data: bytes | Iterable[bytes], mode: int = OWNER_ONLY, durable: bool = True
+) -> None:
     """Write to a temporary file beside `path`, fsync, rename, fsync the folder.
 
     A crash leaves either the old file or the new one. The temporary file is opened exclusively
@@ -34,6 +38,7 @@ def write_atomically(path: Path, data: bytes, mode: int = OWNER_ONLY, durable: b
     created for their owner only.
 
     Args:
+        data: the file's content, or its parts in order.
         mode: the file's permissions, whatever the umask.
         durable: False skips fsync, for files that are rewritten every second.
 
@@ -46,7 +51,7 @@ def write_atomically(path: Path, data: bytes, mode: int = OWNER_ONLY, durable: b
     temporary = Path(name)
     try:
         with open(handle, "wb") as file:
-            file.write(data)
+            file.writelines([data] if isinstance(data, bytes) else data)
             file.flush()
             if durable:
                 os.fsync(handle)
@@ -60,13 +65,20 @@ def write_atomically(path: Path, data: bytes, mode: int = OWNER_ONLY, durable: b
         _sync_folder(path.parent)
 
 
-def write_record(path: Path, content: Mapping[str, Any]) -> None:
+def write_record(
+    path: Path, content: Mapping[str, Any], signature: Mapping[str, str] | None = None
+) -> None:
     """Write a JSON file that contains the SHA-256 of its own content, atomically.
+
+    Args:
+        signature: of the content, by whoever vouches for it.
 
     Raises:
         OSError: see `write_atomically`.
     """
-    record = {"sha256": _digest(content), "content": content}
+    record: dict[str, Any] = {"sha256": _digest(content), "content": content}
+    if signature is not None:
+        record["signature"] = signature
     write_atomically(path, (json.dumps(record, indent=1) + "\n").encode())
 
 
@@ -80,7 +92,7 @@ def read_record(path: Path, hint: str = "") -> dict[str, Any]:
         CorruptFileError: the file is missing or corrupt.
         PermissionError: this user may not read it.
     """
-    record = read_json(path, cure=hint)
+    record = read_json(path, hint=hint)
     content = record.get("content")
     if not isinstance(content, dict) or record.get("sha256") != _digest(content):
         end = f"; {hint}" if hint else ""
@@ -100,6 +112,20 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def link_file(file: Path, target: Path) -> None:
+    """Create a hard link to a file, or a copy on another disk; an earlier target is replaced.
+
+    Raises:
+        OSError: the file is missing, or cannot be copied.
+    """
+    make_private_folder(target.parent)
+    target.unlink(missing_ok=True)
+    try:
+        os.link(file, target)
+    except OSError:
+        write_atomically(target, file.read_bytes())
+
+
 def make_private_folder(folder: Path) -> None:
     """Create a folder and its missing parents for their owner only (0700).
 
@@ -116,6 +142,13 @@ def make_private_folder(folder: Path) -> None:
     except FileExistsError:
         if not folder.is_dir():
             raise
+
+
+def remove_empty_folders(folder: Path) -> None:
+    """Remove the empty folders below a folder."""
+    for root, _, _ in os.walk(folder, topdown=False):
+        if Path(root) != folder and not any(Path(root).iterdir()):
+            Path(root).rmdir()
 
 
 def ensure_own_folder(folder: Path) -> None:
@@ -158,14 +191,14 @@ def _open_private(path: str, flags: int) -> int:
 def read_json(
     file: Path,
     kind: type | tuple[type, ...] = dict,
-    cure: str = "",
+    hint: str = "",
     most_bytes: int = MAX_JSON_BYTES,
 ) -> Any:
     """Read a JSON file.
 
     Args:
         kind: the type or types that the value may have.
-        cure: hint at the end of the error message, such as "run it again to recreate the file".
+        hint: the end of the error message, such as "run it again to recreate the file".
         most_bytes: upper bound on the file's size.
 
     Raises:
@@ -173,21 +206,21 @@ def read_json(
             nested too deeply, or its value has another type.
         PermissionError: this user may not read it.
     """
-    hint = f"; {cure}" if cure else ""
+    ending = f"; {hint}" if hint else ""
     if not file.is_file():
         problem = "is not a file" if os.path.lexists(file) else "is missing"
-        raise CorruptFileError(f"{sanitize(file, 1000)} {problem}{hint}")
+        raise CorruptFileError(f"{sanitize(file, 1000)} {problem}{ending}")
     try:
         value = parse_json(read_bounded(file, most_bytes))
     except PermissionError:
         raise
     except (OSError, ValueError) as error:
         raise CorruptFileError(
-            f"{sanitize(file, 1000)} is corrupt ({sanitize(error, 100)}){hint}"
+            f"{sanitize(file, 1000)} is corrupt ({sanitize(error, 100)}){ending}"
         ) from None
     if not isinstance(value, kind):
         raise CorruptFileError(
-            f"{sanitize(file, 1000)} is corrupt (another type of JSON value){hint}"
+            f"{sanitize(file, 1000)} is corrupt (another type of JSON value){ending}"
         )
     return value
 
@@ -199,12 +232,44 @@ def read_bounded(file: Path, most_bytes: int) -> bytes:
         ValueError: it has more than `most_bytes` bytes, or is a placeholder for another file.
         OSError: it cannot be read.
     """
-    with open(file, "rb") as opened:
-        content = opened.read(most_bytes + 1)
+    with open(file, "rb") as stream:
+        content = stream.read(most_bytes + 1)
     if len(content) > most_bytes:
         raise ValueError(f"it has more than {most_bytes:,} bytes")
     if problem := placeholder_problem(content):
         raise ValueError(problem)
+    return content
+
+
+def read_below(root: Path, name: str, most_bytes: int) -> bytes:
+    """Read a file below a folder whose content is untrusted: no link below `root` is followed.
+
+    Args:
+        name: the file's path relative to `root`, with slashes.
+
+    Raises:
+        ValueError: the path is absolute or has `..`, or the file has more than `most_bytes` bytes.
+        OSError: the path is missing, has a link, or is not a regular file.
+    """
+    parts = PurePosixPath(name).parts
+    if not parts or parts[0] == "/" or ".." in parts or "\0" in name:
+        raise ValueError(f"{sanitize(name)} is not a path below a folder")
+    folder = os.open(root, os.O_RDONLY | _FOLDER)
+    try:
+        for part in parts[:-1]:
+            parent = folder
+            folder = os.open(part, os.O_RDONLY | _FOLDER | _NO_LINKS, dir_fd=parent)
+            os.close(parent)
+        # A named pipe would block until somebody writes to it
+        handle = os.open(parts[-1], os.O_RDONLY | os.O_NONBLOCK | _NO_LINKS, dir_fd=folder)
+    finally:
+        os.close(folder)
+    with open(handle, "rb") as file:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise OSError(f"{sanitize(name)} is not a file")
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise ValueError(f"{sanitize(name)} has more than {most_bytes:,} bytes")
     return content
 
 
@@ -238,9 +303,12 @@ def _utf8(content: bytes) -> str:
 
 
 def _inside(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list) else ()
+    """Return the values in an object or a list, unless none of them has values itself."""
+    if not isinstance(value, dict | list):
+        return ()
+    values = value.values() if isinstance(value, dict) else value
+    # A confusion matrix has a million numbers, which only C compares in no time
+    return () if _CONTAINERS.isdisjoint(map(type, values)) else values
 
 
 def placeholder_problem(start: bytes) -> str:

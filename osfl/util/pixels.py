@@ -3,9 +3,13 @@
 Also sets of images that are decoded on demand.
 """
 
+import math
+import mmap
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryFile
 
 import torch
 
@@ -34,8 +38,31 @@ def crop_long_side(picture: torch.Tensor) -> torch.Tensor:
     height, width = picture.shape[1:]
     longest = MAX_ASPECT_RATIO * min(height, width)
     top = max(0, height - longest) // 2
-    left = max(0, width - longest) // 2
-    return picture[:, top : top + longest, left : left + longest].contiguous()
+    start = max(0, width - longest) // 2
+    return picture[:, top : top + longest, start : start + longest].contiguous()
+
+
+def allocate_pixels(shape: tuple[int, ...], max_bytes: int, folder: Path) -> torch.Tensor:
+    """Allocate pixels uint8 of any shape, beyond `max_bytes` in a file that memory maps.
+
+    The file has no name, and its space is free again with the tensor, or when the process dies.
+
+    Raises:
+        OSError: the folder's disk has no room for them.
+    """
+    size = math.prod(shape)
+    if size <= max_bytes:
+        return torch.empty(shape, dtype=torch.uint8)
+    with TemporaryFile(dir=folder) as file:
+        try:
+            # Writing to a mapped page for which a full disk has no room would end the process
+            os.posix_fallocate(file.fileno(), 0, size)
+        except OSError as error:
+            raise OSError(
+                error.errno, f"{size / 1e9:,.2f} GB for pixels: {error.strerror}", str(folder)
+            ) from error
+        mapped = mmap.mmap(file.fileno(), size)
+    return torch.frombuffer(mapped, dtype=torch.uint8).view(shape)
 
 
 class LazyPixels:

@@ -8,6 +8,7 @@ name look like another; and a node can send 50 MB of either.
 import logging
 import re
 import traceback
+from urllib.parse import urlsplit
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 MAX_NAME_BYTES = 100
@@ -15,6 +16,14 @@ MAX_NAME_BYTES = 100
 MAX_QUOTED = 200
 # Characters of a log record, with its traceback
 MAX_LOG_CHARACTERS = 20_000
+# A password may contain a space, a slash or an @, although it should not. A host with a port, or
+# before a colon and a space, is none.
+_PORT = r"\d{1,5}[\s/:,;.)'\"\]>]"
+_USER_INFO = re.compile(rf"(?<=://)(?:[^\s:/@\[]*:(?!{_PORT})\S[^\n]*|\S*)@")
+_QUERY = re.compile(r"(?<=\S)\?\S+")
+_FRAGMENT = re.compile(r"(://[^\s#]*)#\S+")
+# Scheme, user and place of a URI
+_URI = re.compile(r"([\w+.-]+://)([^?#]*@)?([^?#@\s]*)")
 # Unicode's default ignorable characters that are letters or marks, which `isprintable` accepts:
 # fillers, joiners, variation selectors
 _INVISIBLE = frozenset(
@@ -52,6 +61,41 @@ def sanitize_lines(text: object, limit: int = MAX_LOG_CHARACTERS) -> str:
     if length > limit:
         decoded = _truncate(decoded, length, limit)
     return "\n".join("".join(map(_visible, line)) for line in decoded.split("\n"))
+
+
+def without_credentials(text: str) -> str:
+    """Replace user, password, query and fragment of every URI in a text by asterisks."""
+    masked = _QUERY.sub("?***", _USER_INFO.sub("***@", text))
+    return _FRAGMENT.sub(r"\1#***", masked)
+
+
+def is_public_uri(uri: str) -> bool:
+    """Return whether a URI has no user, password, query, fragment or white space.
+
+    A path may have white space and @, also that of an SQLite store.
+    """
+    try:
+        parts = urlsplit(uri)
+    except ValueError:
+        return False
+    if not parts.scheme and not parts.netloc:
+        return not parts.query
+    if parts.query or parts.fragment:
+        return False
+    if parts.scheme in ("file", "sqlite") and not parts.netloc:
+        return True
+    return "@" not in uri and not any(map(str.isspace, uri))
+
+
+def masked_uri(uri: str) -> str:
+    """Return a URI; of one that `is_public_uri` refuses, scheme and place alone."""
+    if is_public_uri(uri):
+        return uri
+    match = _URI.match(uri)
+    # Whether such an @ ends a password is unknown
+    if match is None or "@" in uri[match.end() :]:
+        return "***"
+    return f"{match[1]}{'***@' if match[2] else ''}{match[3]}"
 
 
 def quote(value: object, limit: int = MAX_QUOTED) -> str:

@@ -1,6 +1,7 @@
 """FedAvg (McMahan et al., arXiv 1602.05629) by Flower's strategy.
 
-The global model is the mean of the clients' models, weighted by their numbers of images.
+The global model is the mean of the clients' models, weighted by their numbers of images, or
+another aggregation of them (aggregation.py).
 
 Differences from the paper:
 
@@ -12,12 +13,14 @@ from typing import Any
 
 from flwr.serverapp.strategy import FedAvg
 
+from server_app.baselines.aggregation import with_aggregation
 from server_app.context import ServerJob
 
 
 def strategy(job: ServerJob) -> FedAvg:
     """Return FedAvg with all clients in every round, without evaluation between rounds."""
-    return FedAvg(fraction_evaluate=0.0, **all_clients(job))
+    fedavg = FedAvg(fraction_evaluate=0.0, **all_clients(job))
+    return with_aggregation(fedavg, job.config.rounds)
 
 
 def all_clients(job: ServerJob) -> dict[str, Any]:

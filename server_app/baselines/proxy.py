@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
+from PIL import Image
 
 from osfl.config import ConfigError
 from osfl.data.parts import is_hidden
@@ -65,9 +67,10 @@ def load_proxy(job: ServerJob) -> Proxy:
     if settings.proxy == "public":
         from osfl.data.digits import load_split
 
-        rows = load_split("public").shuffle(seed=job.config.seed)
-        count = _sample_size(job, len(rows))
-        return torch.stack([to_pixels(image, size) for image in rows.select(range(count))["image"]])
+        images = load_split("public").images
+        rows = np.random.default_rng(job.config.seed).permutation(len(images))
+        drawn = images[rows[: _sample_size(job, len(images))]]
+        return torch.stack([to_pixels(Image.fromarray(image), size) for image in drawn])
     folder = Path(settings.proxy).expanduser()
     files = sorted(p for p in folder.rglob("*") if p.is_file() and not _is_passed_over(p, folder))
     if len(files) < 2:

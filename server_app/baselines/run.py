@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -32,6 +33,7 @@ from osfl.payload.wire import MAX_MAGNITUDE, PayloadError
 from osfl.util.log import log
 from server_app.baselines.models import initial_state
 from server_app.context import GlobalModel, ServerJob
+from server_app.defenses.filters import dropped_warning, filter_payloads
 from server_app.defenses.image_counts import ALL, check_counts, find_caps
 from server_app.defenses.outliers import Outlier, find_large_counts, find_outliers
 from server_app.expected import check_plausible
@@ -70,6 +72,7 @@ def run_rounds(
         grid, members, job.config, job_id, first, _shapes(job), costs, job.status.warn
     )
     federation.identity = identity
+    federation.filter_payloads = partial(filter_payloads, job)
     federation.weighted = strategy.weighted_by_key == WEIGHT_METRIC
     recorder = _RoundRecorder(job, strategy, federation, seconds, state)
     job.status.phase("rounds", count)
@@ -83,15 +86,15 @@ def run_rounds(
             timeout=job.config.deadline,
             evaluate_fn=recorder.finish_round,
         )
-    members.end()
     _release(grid, members.nodes, job_id, identity)
     name = job.config.method
     last = job.folder.last_round()
     assert last is not None, "no round was stored"
-    job.folder.store_model(name, recorder.state, {"seconds": last["seconds"]})
     model = rebuild_classifier(
         recorder.state, settings.architecture, len(job.classes), settings.small_stem
     )
+    record = {"seconds": last["seconds"]}
+    job.folder.store_model(name, recorder.state, record, job.metadata(name, model))
     return {name: GlobalModel(model, settings.architecture, settings.small_stem)}
 
 
@@ -208,11 +211,13 @@ class CheckedGrid:
         likes: the state dict without values that a reply must match, by architecture.
         costs: each client's costs, summed over the rounds; bytes as serialized.
         warn: gets the warnings of all rounds so far, about clients whose models or image counts
-            are far from the others', whose weight is capped, or whose count changes.
+            are far from the others', whose model is dropped, whose weight is capped, or whose count
+            changes.
         contents: a strategy's messages for standby clients, by architecture, if these may have
             another architecture than the clients that the strategy selects.
         weighted: whether the strategy weights models by their clients' images.
         identity: tells the run's rounds from another server's with the same job id.
+        filter_payloads: returns the models that the run's defense keeps.
     """
 
     grid: Grid
@@ -226,6 +231,7 @@ class CheckedGrid:
     standby_messages: dict[str, RecordDict] = field(default_factory=dict)
     weighted: bool = True
     identity: str = ""
+    filter_payloads: Callable[[Mapping[str, Payload]], Mapping[str, Payload]] = dict
     # Clients that missed the last round, which are awaited for a shorter time
     _absent: set[str] = field(default_factory=set)
     # Warnings by (client, topic)
@@ -251,7 +257,7 @@ class CheckedGrid:
         round. A standby client replaces one that failed permanently.
 
         Raises:
-            RoundError: fewer than `min-clients` replies are usable.
+            RoundError: fewer than `min-clients` replies are usable, or the defense drops all.
         """
         messages = list(messages)
         # Flower's strategies also run an evaluation without clients
@@ -276,20 +282,30 @@ class CheckedGrid:
             )
         config = messages[0].content.config_records["config"]
         number = self.first + int(cast(int, config["server-round"]))
-        self._warn_once(number, "model", self._outlier_models(usable))
-        self._weigh(number, usable)
+        trusted = self._trusted(number, usable)
+        self._weigh(number, trusted)
         return [
-            Message(usable[client], dst_node_id=self.members.nodes[client], message_type="train")
-            for client in sorted(usable)
+            Message(trusted[client], dst_node_id=self.members.nodes[client], message_type="train")
+            for client in sorted(trusted)
         ]
 
-    def _outlier_models(self, usable: Mapping[str, RecordDict]) -> dict[str, str]:
-        """Return warnings about outlier models, by client. These models are still used."""
+    def _trusted(self, number: int, usable: Mapping[str, RecordDict]) -> dict[str, RecordDict]:
+        """Warn about outlier models, and drop those that the run's defense drops.
+
+        Raises:
+            RoundError: the defense drops all models.
+        """
         models: dict[str, Payload] = {}
         for client, content in usable.items():
             state = content.array_records["arrays"].to_torch_state_dict()
             models[client] = Classifier((), self.members.architectures[client], state)
-        return {outlier.client: str(outlier) for outlier in find_outliers(models)}
+        outliers = {outlier.client: str(outlier) for outlier in find_outliers(models)}
+        self._warn_once(number, "model", outliers)
+        trusted = self.filter_payloads(models)
+        dropped = usable.keys() - trusted.keys()
+        warnings = {client: dropped_warning(self.config, client) for client in dropped}
+        self._warn_once(number, "defense", warnings)
+        return {client: content for client, content in usable.items() if client in trusted}
 
     def _weigh(self, number: int, usable: Mapping[str, RecordDict]) -> None:
         """Cap the weights of clients that state far more images than the others."""

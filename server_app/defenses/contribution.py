@@ -1,10 +1,10 @@
-"""Client contribution: leave-one-out data valuation (`influence = true`).
+"""Client contribution: leave-one-out data valuation (`client-contribution = true`).
 
 The global model is trained once on all synthetic images and once without each client's. Every
 synthetic image has an owner, so leaving a client out needs no new image. The difference in accuracy
 is the leave-one-out value (Ghorbani and Zou, "Data Shapley", arXiv 1904.02868, section 2). All
-these models are trained plainly (FT, without label-check or teacher) and tested on images that none
-of them was trained on: the last fifth of each client's images of a class.
+these models are trained plainly (FT, without label-filter or teacher) and tested on images that
+none of them was trained on: the last fifth of each client's images of a class.
 
 Each client gets three figures: the share of its images that the model of all others classifies as
 labeled, its contribution to images like its own, and its contribution to images like the others'.
@@ -32,9 +32,9 @@ from statistics import NormalDist, mean
 
 import torch
 
-from osfl.config.problems import MIN_INFLUENCE_CLIENTS
+from osfl.config.problems import MIN_CONTRIBUTION_CLIENTS
 from osfl.models.classifiers import ClassifierError, compute_logits
-from osfl.payload.kinds import Payload
+from osfl.payload.kinds import Sent
 from server_app.context import ServerJob
 from server_app.synthesis.images import SyntheticSet
 from server_app.training import digest_of, train_model
@@ -76,36 +76,38 @@ class ClientContribution:
 
 
 def report_contributions(
-    job: ServerJob, payloads: Mapping[str, Payload], images: SyntheticSet
+    job: ServerJob, payloads: Mapping[str, Sent], images: SyntheticSet
 ) -> None:
     """Estimate each client's contribution if the run asks for it, and store it for the report.
 
     Images of public domains have no client: every model is trained on them, and none is tested on
     them. A training that fails costs the table, not the run.
     """
-    if not job.config.influence:
+    if not job.config.client_contribution:
         return
     clients = sorted(set(images.clients) & set(payloads))
     contributions: dict[str, ClientContribution] = {}
-    if len(clients) < MIN_INFLUENCE_CLIENTS:
+    if len(clients) < MIN_CONTRIBUTION_CLIENTS:
         job.status.add_warning(
-            f"influence: requires images of at least {MIN_INFLUENCE_CLIENTS} clients; the run has "
-            f"{len(clients)}"
+            f"client-contribution: requires images of at least {MIN_CONTRIBUTION_CLIENTS} clients; "
+            f"the run has {len(clients)}"
         )
     else:
         try:
             contributions = estimate_contributions(job, clients, images)
         except ClassifierError as error:
-            job.status.add_warning(f"influence: a training without a client failed: {error}")
+            job.status.add_warning(
+                f"client-contribution: a training without a client failed: {error}"
+            )
     # Also when empty: the stored ones may be of other images
     rows = {client: asdict(contribution) for client, contribution in contributions.items()}
     job.folder.store_contributions(rows)
     for client, contribution in contributions.items():
         if contribution.harms:
             job.status.add_warning(
-                f"influence: without {client} the model is {-contribution.others.points:.1f} "
-                "points more accurate on images like the other clients', beyond the 95 % "
-                "interval. Inspect its images"
+                f"client-contribution: without {client} the model is "
+                f"{-contribution.others.points:.1f} points more accurate on images like the "
+                "other clients', beyond the 95 % interval. Inspect its images"
             )
 
 

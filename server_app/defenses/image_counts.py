@@ -23,7 +23,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from osfl.payload.kinds import FeatureMixtures, FeatureStatistics, Payload
+from osfl.payload.kinds import (
+    FeatureMixtures,
+    FeatureStatistics,
+    Joint,
+    LatentStatistics,
+    Payload,
+    Sent,
+)
 
 # Stands for all classes together
 ALL = ""
@@ -71,9 +78,12 @@ class Cap:
         )
 
 
-def stated_counts(payload: Payload) -> dict[str, int]:
+def stated_counts(payload: Sent) -> dict[str, int]:
     """Return the image counts that a payload states, by class; {} if it states none."""
-    if not isinstance(payload, FeatureStatistics | FeatureMixtures):
+    if isinstance(payload, Joint):
+        stated = map(stated_counts, payload.parts.values())
+        return next(filter(None, stated), {})
+    if not isinstance(payload, FeatureStatistics | FeatureMixtures | LatentStatistics):
         return {}
     return dict(zip(payload.classes, payload.counts.tolist(), strict=True))
 

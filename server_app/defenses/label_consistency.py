@@ -8,7 +8,7 @@ likely under the prompt under which it is denoised best. For some images of each
 the kit is asked how often the prompt of the image's own class fits better than a contrast class's.
 This share is the class's score: 1 if the kit always recognizes the class, 1/2 by chance.
 
-The rule (`robust`). A class of a client is scored only if the kit knows the class, that is, if the
+The rule (`defense`). A class of a client is scored only if the kit knows the class, that is, if the
 median score of the other clients that hold it is nearer to 1 than to chance. A client is flagged if
 most of its classes are scored and the mean of these scores is nearer to chance than to the mean of
 those medians. Otherwise those of its scored classes are flagged whose score is below chance.
@@ -39,26 +39,18 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from statistics import mean, median
-from typing import TypeVar
 
 import torch
-from torch.nn import functional as F
 
-from osfl.models.diffusion import Kit, forward_noise
-from osfl.payload.kinds import Payload
-from osfl.util.pixels import to_float
+from osfl.models.diffusion_classifier import TIMES, denoising_errors, encode_images
 from server_app.context import ServerJob
 from server_app.synthesis.engine import load_engine
 from server_app.synthesis.images import SyntheticSet
 
 NUM_PROBE_IMAGES = 6  # probe images per client and class
 NUM_CONTRAST_CLASSES = 9  # contrast classes per image
-# Shares of the schedule: below, the image is nearly intact; above, nearly nothing of it is left
-TIMES = (0.3, 0.5, 0.7)
-BATCH = 32
 CHANCE = 0.5  # score of an image that shows no class
 
-P = TypeVar("P", bound=Payload)
 Scores = Mapping[str, Mapping[int, float]]  # scores by client and label
 
 
@@ -84,36 +76,30 @@ class Flags:
     unscored: tuple[str, ...]
 
 
-def drop_flagged(
-    job: ServerJob, payloads: Mapping[str, P], images: SyntheticSet
-) -> tuple[dict[str, P], SyntheticSet]:
-    """Return the payloads and images to train with, by `robust`. Store the scores for the report.
-
-    `min-clients` counts the payloads that arrived, including those of flagged clients.
+def filter_images(job: ServerJob, images: SyntheticSet) -> SyntheticSet:
+    """Return the images to train with, by `defense`. Store the scores for the report.
 
     Raises:
         KitError: as `load_engine`.
     """
-    robust = job.config.robust
-    if robust == "off":
-        return dict(payloads), images
-    verdict = flag_clients(_stored_or_new_scores(job, payloads, images))
+    defense = job.config.defense
+    verdict = flag_clients(_stored_or_new_scores(job, images))
     for flag in verdict.flags:
         job.status.add_warning(_warning(job, flag))
     if verdict.unscored:
         job.status.add_warning(
-            f"robust = {robust!r} could not score {', '.join(verdict.unscored)}: the kit does not "
-            "know their classes, or too few other clients hold them"
+            f"defense = {defense!r} could not score {', '.join(verdict.unscored)}: the kit does "
+            "not know their classes, or too few other clients hold them"
         )
-    if robust == "report":
-        return dict(payloads), images
-    trusted_images = _without_flagged(images, verdict.flags)
-    if len(trusted_images.labels) < 2:
-        job.status.add_warning("robust = 'exclude' would leave no image to train on; all were used")
-        return dict(payloads), images
-    flagged = {flag.client for flag in verdict.flags if flag.label is None}
-    trusted = {client: payload for client, payload in payloads.items() if client not in flagged}
-    return trusted, trusted_images
+    if defense == "label-consistency-report":
+        return images
+    trusted = _without_flagged(images, verdict.flags)
+    if len(trusted.labels) < 2:
+        job.status.add_warning(
+            "defense = 'label-consistency' would leave no image to train on; all were used"
+        )
+        return images
+    return trusted
 
 
 def flag_clients(scores: Scores) -> Flags:
@@ -151,9 +137,7 @@ def _medians_of_others(scores: Scores, client: str) -> dict[int, float]:
 
 
 @torch.no_grad()
-def score_label_consistency(
-    job: ServerJob, payloads: Mapping[str, Payload], images: SyntheticSet
-) -> dict[str, dict[int, float]]:
+def score_label_consistency(job: ServerJob, images: SyntheticSet) -> dict[str, dict[int, float]]:
     """Score how often the prompt of an image's class fits better than a contrast class's.
 
     Only clients' images are scored; those of public domains are the server's own. Probe images and
@@ -167,7 +151,7 @@ def score_label_consistency(
     prompts = kit.text(job.config.prompts(job.classes))
     groups = {
         owner: _sample_of(rows, NUM_PROBE_IMAGES, rng)
-        for owner, rows in images.rows_by_class(set(payloads)).items()
+        for owner, rows in images.rows_by_class(job.clients).items()
     }
     job.status.phase("scoring label consistency", len(groups))
     scores: dict[str, dict[int, float]] = {}
@@ -197,80 +181,25 @@ def win_rate(errors: torch.Tensor) -> float:
     return ((first < others).double() + (first == others).double() / 2).mean().item()
 
 
-def encode_images(kit: Kit, pixels: torch.Tensor) -> torch.Tensor:
-    """Encode images [N, 3, S, S] uint8 of any size as the kit's latents [N, c, h, w]."""
-    size = (kit.image_size, kit.image_size)
-    floats = to_float(pixels)
-    if pixels.shape[-2:] != size:
-        floats = F.interpolate(floats, size, mode="bilinear", antialias=True)
-    # One by one: the VAE needs more memory per image than anything else here, and these are few
-    return torch.cat([kit.encode(image)[0].float() for image in floats.split(1)])
-
-
-def denoising_errors(
-    kit: Kit, latents: torch.Tensor, prompts: torch.Tensor, rng: torch.Generator
-) -> torch.Tensor:
-    """Return the denoising error of every image under every prompt, [N, M] on the CPU.
-
-    The noise of a timestep is the same for all images and prompts.
-
-    Args:
-        latents: [N, c, h, w].
-        prompts: [M, L, d].
-        rng: the random generator of the noise.
-    """
-    errors = torch.zeros(len(latents), len(prompts))
-    pairs = torch.cartesian_prod(torch.arange(len(latents)), torch.arange(len(prompts)))
-    for time in TIMES:
-        t = int(time * len(kit.alphas_cumprod))
-        eps = torch.randn(latents.shape[1:], generator=rng).to(kit.device)
-        for batch in pairs.split(BATCH):
-            image, prompt = batch.unbind(1)
-            # Diffusion classifier, eq. 6: the mean over draws of ||eps - e(z_t, t, c)||^2
-            errors[image, prompt] += _errors(kit, latents[image], t, prompts[prompt], eps)
-    return errors / len(TIMES)
-
-
-def _errors(
-    kit: Kit, latents: torch.Tensor, t: int, c: torch.Tensor, eps: torch.Tensor
-) -> torch.Tensor:
-    """Return ||eps - e(z_t, t, c)||^2 as a mean over elements, [B].
-
-    A batch that does not fit into GPU memory is halved.
-    """
-    noise = eps.expand(len(latents), *eps.shape)
-    timesteps = torch.full((len(latents),), t, device=kit.device)
-    try:
-        z_t = forward_noise(latents, noise, kit.alphas_cumprod[timesteps])
-        return (noise - kit.eps(z_t, timesteps, c)).square().flatten(1).mean(dim=1).cpu().float()
-    except torch.OutOfMemoryError:
-        if len(latents) == 1:
-            raise
-    torch.cuda.empty_cache()
-    halves = zip(latents.chunk(2), c.chunk(2), strict=True)
-    return torch.cat([_errors(kit, half, t, half_c, eps) for half, half_c in halves])
-
-
-def _stored_or_new_scores(
-    job: ServerJob, payloads: Mapping[str, Payload], images: SyntheticSet
-) -> Scores:
+def _stored_or_new_scores(job: ServerJob, images: SyntheticSet) -> Scores:
     """Return the scores that a previous server process stored for these images, or new ones."""
-    digest = hashlib.sha256(images.pixels.numpy().tobytes() + images.labels.numpy().tobytes())
-    digest.update("\n".join((*images.clients, *payloads)).encode())
+    digest = hashlib.sha256(images.pixels.contiguous().numpy().data)
+    digest.update(images.labels.numpy().data)
+    digest.update("\n".join((*images.clients, *job.clients)).encode())
     inputs = digest.hexdigest()
     if stored := job.folder.stored_consistency_scores(inputs):
         return {
             client: {job.classes.index(name): score for name, score in by_name.items()}
             for client, by_name in stored.items()
         }
-    scores = score_label_consistency(job, payloads, images)
+    scores = score_label_consistency(job, images)
     verdict = flag_clients(scores)
     records = {}
     for client, by_label in scores.items():
         records[client] = {
             "agreement": mean(by_label.values()),
             "classes": {job.classes[label]: score for label, score in by_label.items()},
-            "doubted": _flagged_classes(job, verdict, client),
+            "flagged": _flagged_classes(job, verdict, client),
         }
     job.folder.store_consistency_scores(inputs, records)
     return scores
@@ -294,7 +223,9 @@ def _warning(job: ServerJob, flag: Flag) -> str:
         name = job.classes[flag.label]
         problem = f"the kit does not recognize its class {name!r} in its images"
         dropped = "the images of this class are dropped"
-    consequence = dropped if job.config.robust == "exclude" else "they were used nevertheless"
+    consequence = (
+        dropped if job.config.defense == "label-consistency" else "they were used nevertheless"
+    )
     return (
         f"{flag.client}: suspicious, {problem} (score {flag.score:.2f}, chance {CHANCE}); "
         f"{consequence}"

@@ -1,8 +1,8 @@
-"""Noisy-label filtering of synthetic images by cross-fitting (`label-check`).
+"""Noisy-label filtering of synthetic images by cross-fitting (`label-filter`).
 
 Confident learning (Northcutt et al., arXiv 1911.00068), section 3: each half of the images is
 predicted by a classifier trained on the other half. An image whose label is not predicted is
-dropped (`label-check = "filter"`), or the predictions are soft targets of the global model beside
+dropped (`label-filter = "filter"`), or the predictions are soft targets of the global model beside
 the labels (`"soft"`).
 
 Differences from the paper:
@@ -18,6 +18,18 @@ from osfl.models.classifiers import compute_logits
 from server_app.context import ServerJob
 from server_app.synthesis.images import SyntheticSet
 from server_app.training import train_global
+
+
+def apply_label_filter(
+    job: ServerJob, images: SyntheticSet
+) -> tuple[SyntheticSet, torch.Tensor | None]:
+    """Return the images to train on, and the soft targets [N, C] or None, by `label-filter`."""
+    if job.config.label_filter == "none":
+        return images, None
+    opinions = cross_fitted_predictions(job, images)
+    if job.config.label_filter == "filter":
+        return drop_noisy_labels(job, images, opinions), None
+    return images, opinions
 
 
 def cross_fitted_predictions(job: ServerJob, images: SyntheticSet) -> torch.Tensor:
@@ -44,7 +56,7 @@ def drop_noisy_labels(job: ServerJob, images: SyntheticSet, opinions: torch.Tens
             is_clean |= of_class
     dropped = len(is_clean) - int(is_clean.sum())
     job.status.add_warning(
-        f"label-check: {dropped:,} of {len(is_clean):,} synthetic images are dropped, because a "
+        f"label-filter: {dropped:,} of {len(is_clean):,} synthetic images are dropped, because a "
         "classifier trained on other images predicts another class"
     )
     return images.select(is_clean.nonzero().flatten().tolist())

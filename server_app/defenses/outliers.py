@@ -16,13 +16,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 
-import numpy as np
 import torch
 
 from osfl.payload.fields import fields_of
-from osfl.payload.kinds import Classifier, FeatureStatistics, Payload
+from osfl.payload.kinds import Classifier, FeatureStatistics, LatentStatistics, Payload
 from osfl.run_folder.status import with_details
-from server_app.defenses.image_counts import stated_counts
+from server_app.defenses.image_counts import medians_of_others, stated_counts
 
 # An outlier differs by more than this factor and by more than 5 MADs. Six honest clients of the
 # digits, one domain each, differ by up to 3 times in FedLMG's tensors (the first BatchNorm depends
@@ -121,17 +120,24 @@ def _far_ratios(
 
 def _far(norms: Mapping[str, float]) -> dict[str, float]:
     """Return the ratio to the others' median, of the clients for which it is far from 1."""
+    if len(norms) < 2:
+        return {}
+    logs = {client: math.log(norm) for client, norm in norms.items()}
+    medians = medians_of_others(logs)
+    # Without one of all clients, at most three different medians remain
+    spreads = {median: _deviations_of_others(logs, median) for median in set(medians.values())}
     far = {}
-    for client, norm in norms.items():
-        others = np.log([other for name, other in norms.items() if name != client])
-        if not len(others):
-            continue
-        median = np.median(others)
-        deviation = 1.4826 * np.median(np.abs(others - median))
-        distance = math.log(norm) - median
-        if abs(distance) > max(math.log(FACTOR), DEVIATIONS * deviation):
+    for client, median in medians.items():
+        distance = logs[client] - median
+        limit = DEVIATIONS * 1.4826 * spreads[median][client]
+        if abs(distance) > max(math.log(FACTOR), limit):
             far[client] = math.exp(distance)
     return far
+
+
+def _deviations_of_others(logs: Mapping[str, float], median: float) -> dict[str, float]:
+    """Return, by client, the median absolute deviation of the others from a median."""
+    return medians_of_others({client: abs(value - median) for client, value in logs.items()})
 
 
 def _measure(
@@ -152,7 +158,8 @@ def _measure(
 
 
 def _norm(value: torch.Tensor) -> float:
-    return torch.linalg.vector_norm(value).item() / math.sqrt(value.numel())
+    norm: float = torch.linalg.vector_norm(value).item() / math.sqrt(value.numel())
+    return norm
 
 
 def _spread(rows: torch.Tensor) -> float:
@@ -161,12 +168,19 @@ def _spread(rows: torch.Tensor) -> float:
 
 def _tensors(payload: Payload) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the floating-point tensors; sums over images as means, to be comparable."""
-    values: Mapping[str, object]
+    values: dict[str, object]
     if isinstance(payload, Classifier):
-        values = payload.state
+        values = dict(payload.state)
     elif isinstance(payload, FeatureStatistics):
-        means = payload.sums / payload.counts[:, None]
-        values = {"sums": means, "moments": payload.moments / payload.counts.sum()}
+        images = payload.counts.sum()
+        values = {"sums": payload.sums / payload.counts[:, None]}
+        if payload.triangle is not None:
+            values["triangle"] = payload.triangle / images
+        if payload.factor is not None:
+            values["factor"] = payload.factor / images.sqrt()
+    elif isinstance(payload, LatentStatistics):
+        counts = payload.counts.view(-1, 1, 1, 1)
+        values = {"sums": payload.sums / counts, "squares": payload.squares / counts}
     else:
         values = {item.name: getattr(payload, item.name) for item in fields(payload)}
     for name, value in values.items():

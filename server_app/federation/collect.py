@@ -1,7 +1,7 @@
 """Collection of the clients' payloads."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
@@ -18,17 +18,27 @@ from osfl.payload.encryption import (
     pack_public_key,
     public_bytes,
 )
-from osfl.payload.kinds import Payload
+from osfl.payload.kinds import Sent
 from osfl.payload.messages import ACKNOWLEDGE, pack_acknowledgement, unpack_payload
 from osfl.run_folder.layout import RunFolder
-from osfl.run_folder.status import Status
+from osfl.run_folder.status import ASKED_STATE, Status
 from osfl.util.costs import release_memory
+from osfl.util.loading import LOADING
 from osfl.util.log import log
 from osfl.util.text import sanitize
-from server_app.expected import ExpectedOf, check_plausible, check_stated_counts
+from server_app.expected import (
+    ExpectedOf,
+    check_plausible,
+    check_stated_counts,
+    expected_payloads,
+)
 from server_app.federation import exchange as exchange_module
 from server_app.federation.exchange import Exchange, RoundError, format_reasons, ignore
 from server_app.federation.join import Members
+from server_app.federation.secure_members import SecureMembers
+
+# Releasing memory takes 50 ms, so that small payloads share it
+RELEASE_BYTES = 2**24
 
 
 @dataclass
@@ -57,6 +67,7 @@ class Collection:
         status: Status,
         expected: ExpectedOf,
         key: X25519PrivateKey | None = None,
+        secure: SecureMembers | None = None,
     ):
         self.config = config
         self.members = members
@@ -64,7 +75,7 @@ class Collection:
         self.status = status
         self.expected = expected
         self.end = time.monotonic() + config.deadline
-        self.payloads: dict[str, Payload] = {}
+        self.payloads: dict[str, Sent] = {}
         self.problems: dict[str, str] = {}
         largest = config.max_payload_mb * 1e6
         self._exchange = Exchange(
@@ -73,11 +84,12 @@ class Collection:
         self._acknowledgements = Exchange(grid, config.join_timeout)
         self._job_id = job_id
         self._key = key
-        public = None if key is None else public_bytes(key)
-        self._request = RecordDict(
-            {"job": ConfigRecord({"job": job_id}), **pack_public_key(public)}
-        )
+        self._secure = secure
+        self._is_reused = folder.payload_source() is not None
+        public_key = None if key is None else public_bytes(key)
+        self._public_key = pack_public_key(public_key)
         self._client_of: dict[int, str] = {}  # client by node
+        self._unreleased = 0  # bytes of payloads that arrived since memory was released
 
     def poll(self) -> bool:
         """Poll for payloads once, and ask standby clients in place of failed ones.
@@ -97,22 +109,38 @@ class Collection:
 
     def load_stored(self, client: str) -> None:
         """Use a payload that is already in the store."""
+        try:
+            expected = self.expected(client)
+        except wire.PayloadError as error:
+            self.folder.quarantine_payload(client)
+            return self._refuse(client, error)
         # An accepted payload is not refused later because the limit was lowered, or because the
         # client now declares other image counts
-        limits = replace(self.expected(client), max_bytes=self.folder.payload_size(client))
+        job = self.folder.payload_job(client, self._job_id)
+        size = self.folder.payload_size(client)
+        limits = replace(expected, max_bytes=size, job=job)
         stored_sha256 = self.folder.payload_digest(client)
         # A sealed payload is authenticated by its seal; its stored digest is that of the sealed one
         sha256 = None if self.folder.sealing_fingerprint(client) else stored_sha256
-        if self._accept(client, sha256, limits) and client in self.members.nodes:
+        is_accepted = self._accept(client, sha256, limits)
+        # Clients have had the acknowledgement of a reused payload from the run that they sent it to
+        is_reused = self._is_reused or job != self._job_id
+        if is_accepted and client in self.members.nodes and not is_reused:
             payload_sha256 = sha256 or wire.digest(self._stored_payload(client))
             self._acknowledge(self.members.nodes[client], payload_sha256)
+        return None
 
     def ask(self, client: str, node: int) -> None:
         """Ask a client for its payload."""
         self.problems.pop(client, None)
         self._client_of[node] = client
-        self.status.client(client, "asked")
-        self._exchange.push(node, "train", self._request)
+        self.status.client(client, ASKED_STATE)
+        # A client of a mixed run makes the kind of payload that it announced
+        kinds = self.members.kinds
+        kind = {"kind": kinds[client]} if client in kinds else {}
+        job = ConfigRecord({"job": self._job_id, **kind})
+        roster = self._secure.packed if self._secure else {}
+        self._exchange.push(node, "train", RecordDict({"job": job, **self._public_key, **roster}))
 
     def close(self) -> None:
         """End the phase: record the missing clients, and send the remaining acknowledgements."""
@@ -137,6 +165,9 @@ class Collection:
         return self.config.training_clients - occupied
 
     def _fill_places(self) -> None:
+        # All members of a secure sum have masked for each other
+        if self._secure:
+            return
         offline = self._exchange.offline()
         if self._vacant() > 0 or offline:
             self.members.poll(self.end)
@@ -152,8 +183,8 @@ class Collection:
 
     def _standby_may_join(self) -> bool:
         """Check whether a standby is needed and a node may still join as one."""
-        is_needed = self._vacant() > 0 and bool(self.members.silent())
-        return is_needed and time.monotonic() < self.members.until
+        is_needed = self._vacant() > 0 and bool(self.members.silent()) and not self._secure
+        return is_needed and time.monotonic() < self.members.join_end
 
     def _read(self, node: int, content: RecordDict) -> _Upload:
         client = self._client_of[node]
@@ -172,18 +203,29 @@ class Collection:
         record = {"sha256": wire.digest(blob), "bytes": len(blob), "costs": upload.costs}
         if self._key is not None and self.config.sealed_store:
             record["sealed-to"] = fingerprint(public_bytes(self._key))
+        if client in self.members.kinds:
+            record["kind"] = self.members.kinds[client]
         # Before anything else: once it is stored, the client is never asked again
         self.folder.store_payload(client, blob, record)
+        size = len(blob)
         del blob
         upload.blob = b""
+        self._unreleased += size
         # Decoding needs three times the payload's size
-        release_memory()
+        if self._unreleased >= RELEASE_BYTES:
+            release_memory()
+            self._unreleased = 0
         declared = self.members.declared.get(client)
         if self._accept(client, sha256, self.expected(client), declared):
             self._acknowledge(node, sha256)
 
     def _acknowledge(self, node: int, sha256: str) -> None:
-        """Acknowledge the stored payload by its digest: a client deletes no other one."""
+        """Acknowledge the stored payload by its digest: a client deletes no other one.
+
+        A client of a secure sum still needs its secrets, until the sum is open.
+        """
+        if self._secure:
+            return
         self._acknowledgements.push(node, ACKNOWLEDGE, pack_acknowledgement(self._job_id, sha256))
 
     def _accept(
@@ -194,9 +236,11 @@ class Collection:
         declared: Mapping[str, int] | None = None,
     ) -> bool:
         try:
-            with self.folder.decoding(client):
+            with LOADING, self.folder.decoding(client):
                 # Read from disk, so that only `decode` holds the bytes
                 payload = wire.decode(self._stored_payload(client), limits, sha256)
+                if self._secure:
+                    self._secure.check(client, payload)
                 check_plausible(payload, client, self.config)
                 check_stated_counts(payload, client, self.config, declared)
         # A disk failure is not the client's
@@ -208,7 +252,10 @@ class Collection:
             return False
         self.payloads[client] = payload
         size = self.folder.payload_size(client)
-        self.status.client(client, f"delivered {size:,} bytes")
+        job = self.folder.payload_job(client, self._job_id)
+        is_reused = self._is_reused or job != self._job_id
+        arrival = f"payload of {job}," if is_reused else "delivered"
+        self.status.client(client, f"{arrival} {size:,} bytes")
         return True
 
     def _stored_payload(self, client: str) -> bytes:
@@ -219,7 +266,8 @@ class Collection:
     def _unseal(self, client: str, sealed: bytes) -> bytes:
         assert self._key is not None
         try:
-            return open_sealed(sealed, self._key, self._job_id, client)
+            job = self.folder.payload_job(client, self._job_id)
+            return open_sealed(sealed, self._key, job, client)
         except SealError as error:
             raise wire.PayloadError(client, "payload", str(error)) from None
 
@@ -246,7 +294,9 @@ def collect(
     status: Status,
     expected: ExpectedOf,
     key: X25519PrivateKey | None = None,
-) -> dict[str, Payload]:
+    secure: SecureMembers | None = None,
+    use_early: Callable[[Mapping[str, Sent]], None] | None = None,
+) -> dict[str, Sent]:
     """Return every client's payload, from the store or else by request.
 
     A standby client replaces one that failed permanently or sent an unusable payload;
@@ -254,41 +304,89 @@ def collect(
 
     Args:
         key: the private key that payloads are sealed to; None: payloads are unsealed.
+        secure: the members of a secure sum, who alone are asked; None without one.
+        use_early: called with the payloads so far, whenever others are awaited.
 
     Raises:
         RoundError: fewer than `min-clients` valid payloads at the end or at the `deadline`.
     """
     status.phase("waiting for payloads", len(members.nodes))
-    collection = Collection(grid, config, job_id, members, folder, status, expected, key)
+    collection = Collection(grid, config, job_id, members, folder, status, expected, key, secure)
     for client in folder.stored_clients():
         collection.load_stored(client)
-    for client, node in members.nodes.items():
+    nodes = secure.nodes(members) if secure else members.nodes
+    for client, node in nodes.items():
         if client not in collection.payloads:
             collection.ask(client, node)
     collection.end = time.monotonic() + config.deadline
     while collection.poll() and time.monotonic() < collection.end:
+        if use_early:
+            use_early(collection.payloads)
         collection.wait()
+    result = (
+        f"{len(collection.payloads)} of {config.training_clients} clients delivered a valid payload"
+    )
+    return _finish(collection, result, config)
+
+
+def read_reused(
+    grid: Grid,
+    config: RunConfig,
+    job_id: str,
+    members: Members,
+    folder: RunFolder,
+    status: Status,
+    key: X25519PrivateKey | None = None,
+) -> dict[str, Sent]:
+    """Return the payloads of another run, which are in the store; no client is asked.
+
+    Args:
+        job_id: the job that the clients made them for.
+        key: as `collect`.
+
+    Raises:
+        RoundError: fewer than `min-clients` of them are valid.
+    """
+    status.phase("reading payloads", len(folder.payload_files()))
+    expected = expected_payloads(config, job_id, folder.payload_kind)
+    collection = Collection(grid, config, job_id, members, folder, status, expected, key)
+    for client in folder.stored_clients():
+        collection.load_stored(client)
+    result = (
+        f"payloads-from = {config.payloads_from!r}: {len(collection.payloads)} of "
+        f"{config.training_clients} payloads are valid"
+    )
+    return _finish(collection, result, config)
+
+
+def _finish(collection: Collection, result: str, config: RunConfig) -> dict[str, Sent]:
+    """Return the payloads in the order of their clients, and log who is missing.
+
+    Args:
+        result: how many payloads there are, for the error.
+
+    Raises:
+        RoundError: they are fewer than `min-clients`.
+    """
     collection.close()
-    payloads = collection.payloads
     needed = config.needed_clients
-    if len(payloads) < needed:
+    if len(collection.payloads) < needed:
         raise RoundError(
-            f"{len(payloads)} of {config.training_clients} clients delivered a valid payload; "
-            f"at least {needed} are required (min-clients, num-clients)"
+            f"{result}; at least {needed} are required (min-clients, num-clients)"
             f"{format_reasons(collection.problems)}"
         )
     for client, reason in sorted(collection.problems.items()):
         log.warning("continuing without %s: %s", client, reason)
-    return dict(sorted(payloads.items()))
+    return dict(sorted(collection.payloads.items()))
 
 
 def drop_payload(
     error: wire.PayloadError,
-    payloads: dict[str, Payload],
+    payloads: dict[str, Sent],
     config: RunConfig,
     folder: RunFolder,
     status: Status,
-) -> dict[str, Payload]:
+) -> dict[str, Sent]:
     """Drop a payload that passed every check and still cannot be used.
 
     Args:

@@ -45,7 +45,7 @@ MAX_TRACEBACK_CHARS = 10_000  # of a client's exception, which are searched for 
 # Flower's text around the message of a client's exception, in a simulation and on a node
 FLOWER_EXCEPTION = re.compile(
     r"(?:Exception ClientAppException occurred\. Message: |<class '[\w.]+'>:<['\"])"
-    r"(?P<words>.*?)(?:['\"]>)?$"
+    r"(?P<text>.*?)(?:['\"]>)?$"
 )
 MAX_REASON_CHARS = 1000  # characters of an exception's last line
 
@@ -91,8 +91,9 @@ class Exchange:
     largest: float = 0
     names: dict[int, str] = field(default_factory=dict)
     _in_flight: dict[str, _Request] = field(default_factory=dict)  # by message id
-    # Requests to push again, each with its earliest time
-    _retries: list[tuple[float, _Request]] = field(default_factory=list)
+    _ids: dict[int, list[str]] = field(default_factory=dict)  # of the requests in flight, by node
+    # Requests to push again, each with its earliest time, by node
+    _retries: dict[int, tuple[float, _Request]] = field(default_factory=dict)
     # Times are by time.monotonic()
     _last_reply: float = field(default_factory=time.monotonic)
     _online: dict[int, NodeInfo] | None = None
@@ -139,6 +140,7 @@ class Exchange:
         # The SuperLink also answers with an empty id if it no longer knows the node
         if message_id:
             self._in_flight[message_id] = request
+            self._ids.setdefault(node, []).append(message_id)
         else:
             self._retry_later(request)
 
@@ -158,7 +160,7 @@ class Exchange:
             on_failure: called with a node that failed permanently, and the reason.
             until: end of the phase by time.monotonic(). No reply is awaited longer.
         """
-        if not self.pending_nodes():
+        if not self._in_flight and not self._retries:
             return 0
         online = self.poll_nodes()
         pending = deque(
@@ -188,7 +190,7 @@ class Exchange:
             _tolerate_server_error(result)
             # After the first HTTP request the reply is partly pulled and not handed out again
             if request and not _path(result).endswith("/pull-messages"):
-                self._retry_later(self._in_flight.pop(message_id))
+                self._retry_later(self._take(message_id))
         elif isinstance(result, BaseException) and not isinstance(result, Exception):
             raise result
         elif request and isinstance(result, Exception):
@@ -217,14 +219,15 @@ class Exchange:
         return None
 
     def _failed(self, request: _Request, error: Error, on_failure: OnFailure) -> None:
-        if error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION or request.attempt >= MAX_ATTEMPTS:
+        # Being offline is not the app's failure, so it does not count as an attempt
+        is_offline = error.code == ErrorCode.NODE_UNAVAILABLE
+        has_raised = error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION
+        if has_raised or (request.attempt >= MAX_ATTEMPTS and not is_offline):
             return on_failure(request.node, _reason(error.reason, error.code))
         log.warning(
             "node %s failed (code %s); the request will be sent again", request.node, error.code
         )
-        # Being offline is not the app's failure, so it does not count as an attempt
-        offline = error.code == ErrorCode.NODE_UNAVAILABLE
-        self._retry_later(replace(request, attempt=request.attempt + (not offline)))
+        self._retry_later(replace(request, attempt=request.attempt + (not is_offline)))
         return None
 
     def _resend(self, online: Mapping[int, NodeInfo]) -> None:
@@ -237,7 +240,7 @@ class Exchange:
                 continue
             if request.activated and activated and activated != request.activated:
                 log.warning("node %s reconnected; the request will be sent again", node)
-                self._retry_later(self._in_flight.pop(message_id))
+                self._retry_later(self._take(message_id))
             elif time.monotonic() >= request.resend_at:
                 message_type = request.message_type
                 name = self.names.get(node) or f"node {node}"
@@ -245,30 +248,34 @@ class Exchange:
                 self._in_flight[message_id] = replace(request, resend_at=math.inf)
                 patience = 2 * request.patience
                 self.push(node, message_type, request.content, request.attempt, patience)
-        for due, request in list(self._retries):
-            if time.monotonic() >= due and request.node in online:
-                self._retries.remove((due, request))
+        for node, (due, request) in list(self._retries.items()):
+            if time.monotonic() >= due and node in online:
+                del self._retries[node]
                 self.push(request.node, request.message_type, request.content, request.attempt)
 
     def _retry_later(self, request: _Request) -> None:
         resend_at = time.monotonic() + RETRY_SECONDS
-        for message_id, copy in self._in_flight.items():
+        copies = self._ids.get(request.node, [])
+        for message_id in copies:
             # The node may have lost this copy of the request
-            if copy.node == request.node:
-                self._in_flight[message_id] = replace(
-                    copy, resend_at=min(copy.resend_at, resend_at)
-                )
-        if request.node not in self.pending_nodes():
-            self._retries.append((resend_at, request))
+            copy = self._in_flight[message_id]
+            self._in_flight[message_id] = replace(copy, resend_at=min(copy.resend_at, resend_at))
+        if not copies:
+            self._retries.setdefault(request.node, (resend_at, request))
+
+    def _take(self, message_id: str) -> _Request:
+        """Remove one request in flight, and return it."""
+        request = self._in_flight.pop(message_id)
+        self._ids[request.node].remove(message_id)
+        if not self._ids[request.node]:
+            del self._ids[request.node]
+        return request
 
     def _forget(self, node: int) -> None:
         self._last_reply = time.monotonic()
-        self._in_flight = {
-            message_id: request
-            for message_id, request in self._in_flight.items()
-            if request.node != node
-        }
-        self._retries = [(due, request) for due, request in self._retries if request.node != node]
+        for message_id in self._ids.pop(node, []):
+            del self._in_flight[message_id]
+        self._retries.pop(node, None)
 
     def poll_interval(self) -> float:
         """Return the seconds to the next poll: 1, or 1/20 of the time without a reply, at most 10.
@@ -292,9 +299,7 @@ class Exchange:
 
     def pending_nodes(self) -> list[int]:
         """Return the nodes that still owe a reply."""
-        retries = [request for _, request in self._retries]
-        requests = (*self._in_flight.values(), *retries)
-        return list(dict.fromkeys(request.node for request in requests))
+        return list(dict.fromkeys((*self._ids, *self._retries)))
 
     def offline(self) -> list[int]:
         """Return nodes that owe a reply and were offline at every poll for `OFFLINE_SECONDS`."""
@@ -376,4 +381,4 @@ def _reason(text: str | None, code: int) -> str:
 def _unwrap(line: str) -> str:
     """Return an exception's own message, without the text that Flower puts around it."""
     match = FLOWER_EXCEPTION.search(line)
-    return match["words"] if match else line
+    return match["text"] if match else line

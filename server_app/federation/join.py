@@ -1,19 +1,32 @@
 """Membership: which clients have joined, participate, or are on standby."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from flwr.app import ConfigRecord, RecordDict
 from flwr.serverapp import Grid
 
 import osfl
-from osfl.config import IDENTIFIER_RULE, RunConfig, is_identifier, split_names
+from osfl.config import (
+    COMPARISON,
+    IDENTIFIER_RULE,
+    TEST_ONLY,
+    RunConfig,
+    is_identifier,
+    is_mixed,
+    kinds_of,
+    split_names,
+)
 from osfl.data.parts import class_names
 from osfl.methods import METHODS
 from osfl.payload.encryption import pack_public_key
+from osfl.payload.masking import KEY_BYTES
 from osfl.payload.messages import JOIN
-from osfl.run_folder.status import Status
+from osfl.payload.sum_messages import pack_job
+from osfl.run_folder.forgotten_store import name_digest
+from osfl.run_folder.layout import RunFolder
+from osfl.run_folder.status import TEST_ONLY_STATE, Status
 from osfl.util.log import log
 from osfl.util.text import sanitize
 from server_app.defenses.image_counts import ALL, check_counts
@@ -22,6 +35,11 @@ from server_app.federation.exchange import Exchange, InvalidReplyError, RoundErr
 # If enough clients have joined, a client whose payload is stored is awaited this long after the
 # last join. It may also join later
 QUIET_SECONDS = 15.0
+# Before the tests, a node that has just come online has this long to reply, but no longer than
+# `join-timeout`: Flower starts a process for the request
+TESTER_SECONDS = 60.0
+# Length of an Ed25519 signature
+MAX_SIGNATURE_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -31,11 +49,19 @@ class JoinReply:
     Attributes:
         architecture: of its model, for iterative methods.
         images: its number of training images, by class or of `ALL`; None if it declares none.
+        tests_only: whether its site trains nothing and only tests (node-config `role`).
+        compares: whether its site asks for images of its own (node-config `comparison-dir`).
+        kind: of payload that it sends; "" if it sends none, or if the run is not mixed.
+        sum_key: its public key of a secure sum, and its site's signature of it, or b"".
     """
 
     client: str
     architecture: str
     images: dict[str, int] | None
+    tests_only: bool = False
+    compares: bool = False
+    kind: str = ""
+    sum_key: tuple[bytes, bytes] = (b"", b"")
 
 
 class Members:
@@ -45,11 +71,17 @@ class Members:
         joined: the node of each eligible client.
         architectures: each eligible client's model architecture, for iterative methods.
         declared: each eligible client's declared number of training images, if it declares one.
+        kinds: the kind of payload that each eligible client sends, in a mixed run.
+        sum_keys: each eligible client's public key of a secure sum, and the signature of it.
         nodes: the node of each participating client, sorted by client.
-        testers: the node of each client of a held-out domain, which only tests.
+        held_out_clients: the node of each client that the run holds out (`held-out`). It counts
+            towards `num-clients`, must join, and takes the test from those that train.
+        testers: the node of each client whose own site only tests (node-config `role`). It has no
+            place among the clients, may be absent, and tests beside the others.
+        comparing: eligible clients whose site asks for images that were synthesized for it.
         failures: why a node cannot participate.
-        until: end of `join-timeout` by time.monotonic().
-        heard: time.monotonic() of the last join.
+        join_end: end of `join-timeout` by time.monotonic().
+        last_join: time.monotonic() of the last join.
     """
 
     def __init__(
@@ -58,35 +90,47 @@ class Members:
         config: RunConfig,
         status: Status,
         kit: Mapping[str, str] | None = None,
-        sealing: bytes | None = None,
+        public_key: bytes | None = None,
     ):
         self._exchange = Exchange(grid, config.join_timeout)
         self._config = config
         self._num_clients = config.num_clients
         self._places = config.training_clients
-        self._held_out = config.left_out_clients
+        self._held_out = config.held_out_clients
         self._rounds = METHODS[config.method].rounds
         self._allowed = split_names(config.classifier.architecture)
         self._status = status
+        folder = RunFolder(status.folder)
+        self._forgotten = folder.departed_digests()
+        self._is_continued = folder.continuation() is not None
         self._request = RecordDict(
-            {"kit": ConfigRecord(dict(kit or {})), **pack_public_key(sealing)}
+            {
+                "kit": ConfigRecord(dict(kit or {})),
+                **pack_public_key(public_key),
+                **(pack_job(status.folder.name) if config.secure_sum else {}),
+            }
         )
-        self._requested: set[int] = set()
+        self._requested: dict[int, float] = {}  # time.monotonic() of each node's request
         self._replaced: set[str] = set()  # clients that a standby has replaced
+        self._stored: set[str] = set()  # clients whose payload was stored at the selection
         self.joined: dict[str, int] = {}
         self.architectures: dict[str, str] = {}
         self.declared: dict[str, dict[str, int]] = {}
+        self.kinds: dict[str, str] = {}
+        self.sum_keys: dict[str, tuple[bytes, bytes]] = {}
         self.nodes: dict[str, int] = {}
-        self.left_out_clients: dict[str, int] = {}
+        self.held_out_clients: dict[str, int] = {}
+        self.testers: dict[str, int] = {}
+        self.comparing: set[str] = set()
         self.failures: dict[int, str] = {}
-        self.until = time.monotonic() + config.join_timeout
-        self.heard = time.monotonic()
+        self.join_end = time.monotonic() + config.join_timeout
+        self.last_join = time.monotonic()
 
     def ask(self) -> None:
         """Send a join request to every online node that has not got one."""
         for node in self._exchange.poll_nodes():
             if node not in self._requested:
-                self._requested.add(node)
+                self._requested[node] = time.monotonic()
                 self._exchange.push(node, JOIN, self._request)
 
     def poll(self, until: float) -> None:
@@ -96,7 +140,43 @@ class Members:
 
     def wait(self) -> None:
         """Sleep until the next poll."""
-        self._exchange.wait(self.until)
+        self._exchange.wait(self.join_end)
+
+    def test_nodes(self) -> dict[str, int]:
+        """Return the nodes that test for the run: held-out clients, or else the participants."""
+        return self.held_out_clients or self.nodes
+
+    def await_testers(self) -> None:
+        """Let test-only clients join before the tests, and clients whose payload was stored.
+
+        Other clients come too late. A node that was asked less than `TESTER_SECONDS` ago is
+        awaited. The run warns of all nodes that have not replied.
+        """
+        patience = min(TESTER_SECONDS, self._config.join_timeout)
+        end = time.monotonic() + patience
+        self._poll_testers(end)
+        while self._awaits_nodes(patience) and time.monotonic() < end:
+            self._exchange.wait(end)
+            self._poll_testers(end)
+        if silent := ", ".join(str(self._exchange.names.get(node, node)) for node in self.silent()):
+            self._status.add_warning(
+                f"asked to join, but did not reply: node {sanitize(silent)}; if its site only "
+                "tests, its results are missing"
+            )
+
+    def _poll_testers(self, until: float) -> None:
+        self.ask()
+        self._exchange.pull(self._read, self._keep_tester, self._fail, until)
+
+    def _awaits_nodes(self, patience: float) -> bool:
+        earliest = time.monotonic() - patience
+        return any(self._requested[node] > earliest for node in self.silent())
+
+    def leave(self, client: str) -> None:
+        """Remove a client that has left the continued run from this run."""
+        self._forget(client)
+        self._stored.discard(client)
+        self.nodes.pop(client, None)
 
     def end(self) -> None:
         """Stop accepting clients."""
@@ -106,10 +186,20 @@ class Members:
         """Return the nodes that have not replied yet."""
         return self._exchange.pending_nodes()
 
+    def present(self, stored: Iterable[str]) -> set[str]:
+        """Return the clients that need not be awaited.
+
+        These are the joined clients and, in a run that continues another one, those whose payload
+        is stored.
+        """
+        return self.joined.keys() | (stored if self._is_continued else ())
+
     def cannot_complete(self) -> bool:
         """Check whether enough nodes have replied, but some of them cannot participate."""
-        all_replied = not self.silent() and len(self._requested) >= self._num_clients
-        return bool(self.failures) and all_replied
+        candidates = len(self._requested) - len(self.testers)
+        all_replied = not self.silent() and candidates >= self._num_clients
+        # A standing run waits for nodes that come later
+        return bool(self.failures) and all_replied and not self._config.new_clients
 
     def select(self, stored: list[str]) -> None:
         """Select the participants: clients whose payload is stored, then the others by name.
@@ -119,13 +209,14 @@ class Members:
         """
         if missing := sorted(set(self._held_out) - self.joined.keys()):
             raise RoundError(
-                f"left-out: {missing[0]!r} has not joined, and is required for testing; the "
+                f"held-out: {missing[0]!r} has not joined, and is required for testing; the "
                 f"clients are {', '.join(sorted(self.joined))}"
             )
-        self.left_out_clients = {client: self.joined[client] for client in self._held_out}
-        for client in self.left_out_clients:
+        self.held_out_clients = {client: self.joined[client] for client in self._held_out}
+        for client in self.held_out_clients:
             self._status.client(client, "held out")
-        candidates = sorted(self.joined.keys() - stored - self.left_out_clients.keys())
+        self._stored = set(stored)
+        candidates = sorted(self.joined.keys() - stored - self.held_out_clients.keys())
         places = max(0, self._places - len(stored))
         selected = [*(self.joined.keys() & stored), *candidates[:places]]
         self.nodes = {client: self.joined[client] for client in sorted(selected)}
@@ -135,17 +226,17 @@ class Members:
 
     def standby(self) -> list[str]:
         """Return the standby clients: eligible clients that were not selected."""
-        unavailable = self.nodes.keys() | self.left_out_clients.keys() | self._replaced
+        unavailable = self.nodes.keys() | self.held_out_clients.keys() | self._replaced
         return sorted(self.joined.keys() - unavailable)
 
-    def admit(self, spare: str, instead_of: str | None = None) -> int:
-        """Give a standby client a free place, or that of another client, and return its node."""
-        if instead_of:
-            log.warning("%s replaces %s", spare, instead_of)
-            del self.nodes[instead_of]
-            self._replaced.add(instead_of)
-        node = self.joined[spare]
-        self.nodes = dict(sorted({**self.nodes, spare: node}.items()))
+    def admit(self, standby: str, failed: str | None = None) -> int:
+        """Give a standby client a free place, or a failed client's, and return its node."""
+        if failed:
+            log.warning("%s replaces %s", standby, failed)
+            del self.nodes[failed]
+            self._replaced.add(failed)
+        node = self.joined[standby]
+        self.nodes = dict(sorted({**self.nodes, standby: node}.items()))
         return node
 
     def _read(self, node: int, content: RecordDict) -> JoinReply:
@@ -160,18 +251,61 @@ class Members:
         if not is_identifier(client):
             raise InvalidReplyError(f"its client id {sanitize(client, 80)!r} {IDENTIFIER_RULE}")
         self._check_key(node, client)
+        if name_digest(client) in self._forgotten:
+            raise InvalidReplyError("this run has forgotten its client (osfl forget)")
         if version != osfl.__version__:
             raise InvalidReplyError(
                 f"{client} has osfl {sanitize(version, 40)} installed, and the run requires "
                 f"{osfl.__version__}; install the same version"
             )
+        # A client that the run holds out only tests, whatever its own site says
+        if record.get("role") == TEST_ONLY and client not in self._held_out:
+            return JoinReply(client, "", None, tests_only=True)
         architecture = str(record["architecture"]) if self._rounds else ""
         if self._rounds and architecture not in self._allowed:
             raise InvalidReplyError(
                 f"{client} has architecture {sanitize(architecture, 80)!r}: this run allows "
                 f"{', '.join(self._allowed)}"
             )
-        return JoinReply(client, architecture, self._declared(client, record.get("images")))
+        declared = self._declared(client, record.get("images"))
+        return JoinReply(
+            client,
+            architecture,
+            declared,
+            compares=bool(record.get(COMPARISON)),
+            kind=self._kind(client, record),
+            sum_key=self._sum_key(client, record),
+        )
+
+    def _sum_key(self, client: str, record: ConfigRecord) -> tuple[bytes, bytes]:
+        """Return a client's public key of a secure sum and its signature; b"" if there is none.
+
+        Raises:
+            InvalidReplyError: the key is missing.
+        """
+        if not self._config.secure_sum or client in self._held_out:
+            return b"", b""
+        key, signature = record.get("sum-key"), record.get("sum-signature", b"")
+        if not isinstance(key, bytes) or len(key) != KEY_BYTES or not isinstance(signature, bytes):
+            raise InvalidReplyError(f"{client} sent no key for the secure sum")
+        return key, signature[:MAX_SIGNATURE_BYTES]
+
+    def _kind(self, client: str, record: ConfigRecord) -> str:
+        """Return the kind of payload that a client of a mixed run announces; "" for no payload.
+
+        Raises:
+            InvalidReplyError: the run does not welcome it.
+        """
+        if not is_mixed(self._config) or client in self._held_out:
+            return ""
+        kind = str(record.get("kind", ""))
+        kinds = kinds_of(self._config)
+        if kind not in kinds:
+            raise InvalidReplyError(
+                f"{client} announces a payload of kind {sanitize(kind, 80)!r}: this run welcomes "
+                f"{', '.join(kinds)} (mixed.methods)"
+            )
+        return kind
 
     def _declared(self, client: str, images: object) -> dict[str, int] | None:
         """Return a client's declared image counts, by class or of `ALL`; None if it has none.
@@ -205,8 +339,7 @@ class Members:
         if name and name != client:
             raise InvalidReplyError(
                 f"its key is registered as {sanitize(name, 80)!r}, but its client id is "
-                f"{client!r}; "
-                "set client-id to the key's name"
+                f"{client!r}; set client-id to the key's name"
             )
         if not name and client in names.values():
             raise InvalidReplyError(
@@ -225,26 +358,51 @@ class Members:
                     client,
                 )
 
-    def _keep(self, node: int, joined: JoinReply) -> None:
-        client = joined.client
-        if (holder := self.joined.get(client)) is not None:
+    def _keep_tester(self, node: int, reply: JoinReply) -> None:
+        client = reply.client
+        if reply.tests_only or client in self._stored:
+            self._keep(node, reply)
+        if client in self._stored and self.joined.get(client) == node and not self._held_out:
+            self.admit(client)
+
+    def _keep(self, node: int, reply: JoinReply) -> None:
+        client = reply.client
+        holder = self.joined.get(client, self.testers.get(client))
+        if holder is not None:
             names = self._exchange.names
             # A key named after the client id takes precedence over an unnamed one
-            selected = self.nodes.keys() | self.left_out_clients.keys()
+            selected = self.nodes.keys() | self.held_out_clients.keys()
             if node not in names or holder in names or client in selected:
                 reason = f"its client id {client!r} is already used by another node"
                 return self._fail(node, reason)
             self._fail(holder, f"its client id {client!r} is the name of another node's key")
-            self._replaced.discard(client)
+            self._forget(client)
+        if reply.tests_only:
+            self.testers[client] = node
+            self._status.client(client, TEST_ONLY_STATE)
+            return None
         self.joined[client] = node
         if self._rounds:
-            self.architectures[client] = joined.architecture
-        self.declared.pop(client, None)
-        if joined.images is not None:
-            self.declared[client] = joined.images
-        self.heard = time.monotonic()
+            self.architectures[client] = reply.architecture
+        if reply.images is not None:
+            self.declared[client] = reply.images
+        if reply.compares:
+            self.comparing.add(client)
+        if reply.kind:
+            self.kinds[client] = reply.kind
+        if reply.sum_key[0]:
+            self.sum_keys[client] = reply.sum_key
+        self.last_join = time.monotonic()
         self._status.client(client, "joined")
         return None
+
+    def _forget(self, client: str) -> None:
+        self._replaced.discard(client)
+        self.comparing.discard(client)
+        self.kinds.pop(client, None)
+        self.sum_keys.pop(client, None)
+        for by_client in (self.joined, self.testers, self.architectures, self.declared):
+            by_client.pop(client, None)
 
     def _fail(self, node: int, reason: str) -> None:
         self.failures[node] = reason
@@ -261,9 +419,9 @@ def join(
     config: RunConfig,
     status: Status,
     stored: list[str],
-    meanwhile: Callable[[], None] = lambda: None,
+    prepare: Callable[[], None] = lambda: None,
     kit: Mapping[str, str] | None = None,
-    sealing: bytes | None = None,
+    public_key: bytes | None = None,
 ) -> Members:
     """Wait until enough clients have joined, and select the participants.
 
@@ -272,22 +430,24 @@ def join(
 
     Args:
         stored: clients whose payload is stored; they count as joined and keep their places.
-        meanwhile: called once, after the first join requests, so that nodes and server prepare in
+        prepare: called once, after the first join requests, so that nodes and server prepare in
             parallel.
         kit: digests of the server's kit weights, which a client's must equal (`weights_digests`).
-        sealing: the public key that payloads are sealed to.
+        public_key: payloads are sealed to it.
 
     Raises:
         RoundError: fewer than `min-clients` have joined after `join-timeout`, or when all nodes
             have replied and some refused.
     """
     status.phase("joining", config.num_clients)
-    members = Members(grid, config, status, kit, sealing)
+    members = Members(grid, config, status, kit, public_key)
     members.ask()
-    meanwhile()
-    members.until = time.monotonic() + config.join_timeout
-    while time.monotonic() < members.until:
-        members.poll(members.until)
+    prepare()
+    # The preparation may have taken minutes, in which no reply was read
+    members.last_join = time.monotonic()
+    members.join_end = time.monotonic() + config.join_timeout
+    while time.monotonic() < members.join_end:
+        members.poll(members.join_end)
         status.advance(min(len(members.joined), config.num_clients), config.num_clients)
         if _complete(members, stored, config.num_clients) or members.cannot_complete():
             break
@@ -303,15 +463,15 @@ def join(
 
 def _complete(members: Members, stored: list[str], num_clients: int) -> bool:
     """Check whether no further client needs to be awaited."""
-    if len(members.joined) < num_clients:
+    if len(members.present(stored)) < num_clients:
         return False
-    is_quiet = time.monotonic() - members.heard > QUIET_SECONDS
+    is_quiet = time.monotonic() - members.last_join > QUIET_SECONDS
     return is_quiet or members.joined.keys() >= set(stored)
 
 
 def _too_few(members: Members, count: int, config: RunConfig) -> str:
     """Describe why too few clients joined, with the timeout only if it was reached."""
-    timed_out = time.monotonic() >= members.until
+    timed_out = time.monotonic() >= members.join_end
     within = f" within {config.join_timeout:g} s (join-timeout)" if timed_out else ""
     refusals = {f"node {node}": reason for node, reason in members.failures.items()}
     silent = [str(node) for node in members.silent()]

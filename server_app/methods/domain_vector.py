@@ -18,6 +18,7 @@ import torch
 
 from osfl.payload.kinds import DomainVector
 from server_app.context import ServerJob, rows_by_class
+from server_app.costs import NoisyMean
 from server_app.methods.prompts_only import sample
 from server_app.pipeline import Models, plan_held_classes, synthesize_and_train
 from server_app.synthesis.engine import load_engine
@@ -52,14 +53,15 @@ def sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, DomainV
         job, payloads, lambda payload: _offsets(payload).to(kit.device, kit.dtype)
     )
 
-    def condition(image: ImageJob) -> torch.Tensor:
+    def states(image: ImageJob) -> torch.Tensor:
         # d_y = tau(prompt of y) + v_k + w_ky
-        shifted = prompts[image.label] + domains[image.client]
+        shifted = prompts.states[image.label] + domains[image.client]
         offset = offsets.get((image.client, image.label))
         return shifted if offset is None else shifted + offset
 
     def draw(jobs: Sequence[ImageJob]) -> torch.Tensor:
-        c = torch.stack([condition(image) for image in jobs])
+        text = prompts[[image.label for image in jobs]]
+        c = text.with_states(torch.stack([states(image) for image in jobs]))
         return sample(kit, jobs, c, settings.guidance, steps)
 
     return draw
@@ -70,3 +72,8 @@ def _offsets(payload: DomainVector) -> torch.Tensor:
     if payload.offsets is None:
         return torch.zeros(len(payload.classes), *payload.domain.shape)
     return payload.offsets[:, 0]
+
+
+def noisy_mean(sizes: Mapping[str, int]) -> NoisyMean:
+    """Return the domain's vector, the mean over all images."""
+    return NoisyMean(sizes["p"] * sizes["d"], over_classes=False)

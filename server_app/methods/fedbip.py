@@ -80,7 +80,8 @@ def sample(
     z0 = torch.stack(latents).to(kit.device)
     eps = initial_noise(jobs, kit.latent_shape, kit.device)
     z = forward_noise(z0, eps, a_first.expand(len(z0)))
-    c0 = kit.text([""])[:, : c.shape[1]]
+    nothing = kit.text([""])
+    c0 = nothing.with_states(nothing.states[:, : c.states.shape[1]])
 
     def predict(z: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         return compose(kit, z, t, c0, [Condition(c, settings.guidance)])

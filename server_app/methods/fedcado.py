@@ -22,10 +22,12 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from osfl.config import FedCADOConfig
+from osfl.config import FedCADOConfig, RunConfig
+from osfl.models.conditioning import Conditioning
 from osfl.models.diffusion import Kit
 from osfl.payload.kinds import Classifier
 from server_app.context import ServerJob
+from server_app.costs import rows_with_gradient
 from server_app.methods.fedlmg import LossAt, guidance_loss, guided_prediction, run_guided
 from server_app.pipeline import Models
 from server_app.synthesis.guidance import Teacher
@@ -41,7 +43,7 @@ def run(job: ServerJob, payloads: Mapping[str, Classifier]) -> Models:
 def sample(
     kit: Kit,
     jobs: Sequence[ImageJob],
-    prompts: torch.Tensor,
+    prompts: Conditioning,
     teachers: Mapping[str, Teacher],
     settings: FedCADOConfig,
     steps: int,
@@ -76,3 +78,9 @@ def edit_noise(
         # FedCADO, algorithm 1: z <- z - eta grad_z L(z, T)
         z = z - lr * gradient
     return z.detach()
+
+
+def rows_per_image(config: RunConfig, timesteps: Sequence[int]) -> int:
+    """Return the UNet rows per image, with those of the edits and of the gradient."""
+    settings = config.fedcado
+    return rows_with_gradient(config.synthesis.steps + settings.noise_edits, settings)

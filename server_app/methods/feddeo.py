@@ -18,9 +18,12 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from osfl.config import RunConfig
+from osfl.models.conditioning import Conditioning
 from osfl.models.diffusion import Kit
 from osfl.payload.kinds import Descriptions
 from server_app.context import ServerJob, rows_by_class
+from server_app.costs import NoisyMean, guided_branches
 from server_app.pipeline import Models, synthesize_and_train
 from server_app.synthesis.engine import load_engine
 from server_app.synthesis.guidance import Condition, compose
@@ -44,7 +47,7 @@ def sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, Descrip
     if job.config.feddeo.tokens == "all":
         # d_y = tau(prompt of y) + u_y
         descriptions = {
-            (client, label): prompts[label] + vector
+            (client, label): prompts.states[label] + vector
             for (client, label), vector in descriptions.items()
         }
     scales = (job.config.feddeo.guidance_text, job.config.feddeo.guidance_description)
@@ -56,7 +59,7 @@ def sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, Descrip
 def sample(
     kit: Kit,
     jobs: Sequence[ImageJob],
-    prompts: torch.Tensor,
+    prompts: Conditioning,
     descriptions: Mapping[tuple[str, int], torch.Tensor],
     scales: tuple[float, float],
     steps: int,
@@ -64,8 +67,8 @@ def sample(
     """Sample with compositional guidance on the class's prompt and the client's description.
 
     Args:
-        prompts: tau of every class's prompt, [classes, L, d].
-        descriptions: descriptions d_y [L, d] by (client, label).
+        prompts: conditions of every class's prompt.
+        descriptions: descriptions d_y [L, d] by (client, label), which replace the prompt's states.
         scales: (g_text, g_desc).
 
     Returns:
@@ -73,12 +76,23 @@ def sample(
     """
     c0 = kit.text([""])
     text = prompts[[job.label for job in jobs]]
-    description = torch.stack([descriptions[job.client, job.label] for job in jobs])
+    states = torch.stack([descriptions[job.client, job.label] for job in jobs])
     conditions = [
         Condition(c, scale)
-        for c, scale in zip((text, description), scales, strict=True)
+        for c, scale in zip((text, text.with_states(states)), scales, strict=True)
         if scale != 0
     ]
     z = initial_noise(jobs, kit.latent_shape, kit.device)
     # FedDEO, eq. 5: e = e0 + g_text (e_text - e0) + g_desc (e_desc - e0)
     return to_images(kit, denoise(kit, z, steps, lambda z, t: compose(kit, z, t, c0, conditions)))
+
+
+def branches(config: RunConfig) -> int:
+    """Return the rows per image of a guided UNet pass, in which a scale of 0 has no part."""
+    scales = (config.feddeo.guidance_text, config.feddeo.guidance_description)
+    return guided_branches(*filter(None, scales))
+
+
+def noisy_mean(sizes: Mapping[str, int]) -> NoisyMean:
+    """Return a description, the mean over the images of its class."""
+    return NoisyMean(sizes["p"] * sizes["d"])

@@ -17,10 +17,12 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from osfl.config import FedDISCConfig
+from osfl.config import FedDISCConfig, RunConfig
+from osfl.models.conditioning import Conditioning
 from osfl.models.diffusion import Kit
 from osfl.payload.kinds import Embeddings
 from server_app.context import ServerJob, rows_by_class
+from server_app.costs import NoisyMean, guided_branches
 from server_app.pipeline import Models, synthesize_and_train
 from server_app.synthesis.engine import load_engine
 from server_app.synthesis.guidance import Condition, compose
@@ -49,7 +51,7 @@ def sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, Embeddi
 def sample(
     kit: Kit,
     jobs: Sequence[ImageJob],
-    prompts: torch.Tensor,
+    prompts: Conditioning,
     vectors: Mapping[tuple[str, int], torch.Tensor],
     settings: FedDISCConfig,
     steps: int,
@@ -57,23 +59,34 @@ def sample(
     """Sample with compositional guidance on a cluster's centroid and the class's mean embedding.
 
     Args:
-        prompts: tau of every class's prompt, [classes, L, d].
+        prompts: conditions of every class's prompt.
         vectors: K centroids and the mean, [K + 1, 2e], by (client, label).
 
     Returns:
         uint8 [B, 3, H, W].
     """
-    c0 = kit.text([""])
     c = prompts[[image.label for image in jobs]]
     embeddings = [vectors[image.client, image.label] for image in jobs]
     centroids = torch.stack(
         [rows[image.index % (len(rows) - 1)] for rows, image in zip(embeddings, jobs, strict=True)]
     )
     means = torch.stack([rows[-1] for rows in embeddings])
+    # As in Stable unCLIP, the empty prompt's image condition is zero
+    c0 = kit.text([""]).with_image(torch.zeros_like(means[:1]))
     # FedDISC: e = e0 + g_c (e_centroid - e0) + g_d (e_mean - e0)
     conditions = [
-        Condition(c, settings.guidance_cluster, centroids),
-        Condition(c, settings.guidance_domain, means),
+        Condition(c.with_image(centroids), settings.guidance_cluster),
+        Condition(c.with_image(means), settings.guidance_domain),
     ]
     z = initial_noise(jobs, kit.latent_shape, kit.device)
     return to_images(kit, denoise(kit, z, steps, lambda z, t: compose(kit, z, t, c0, conditions)))
+
+
+def branches(config: RunConfig) -> int:
+    """Return the rows per image of a guided UNet pass: centroid, mean and neither."""
+    return guided_branches(config.feddisc.guidance_cluster, config.feddisc.guidance_domain)
+
+
+def noisy_mean(sizes: Mapping[str, int]) -> NoisyMean:
+    """Return a class's mean embedding; the condition's other half is the noise level."""
+    return NoisyMean(sizes["2e"] // 2)

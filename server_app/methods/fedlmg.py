@@ -34,11 +34,14 @@ from functools import partial
 
 import torch
 
-from osfl.config import FedLMGConfig, split_names
+from osfl.config import FedLMGConfig, RunConfig
 from osfl.models.classifiers import rebuild_classifier
+from osfl.models.conditioning import Conditioning
 from osfl.models.diffusion import Kit, x0hat
 from osfl.payload.kinds import Classifier
 from server_app.context import ServerJob
+from server_app.costs import rows_with_gradient
+from server_app.distillation import strategy_targets, train_strategies
 from server_app.pipeline import Models, plan_held_classes, synthesize_and_train
 from server_app.synthesis.engine import load_engine
 from server_app.synthesis.guidance import (
@@ -49,11 +52,9 @@ from server_app.synthesis.guidance import (
     compose,
     guide,
 )
-from server_app.synthesis.images import SyntheticSet
 from server_app.synthesis.plan import ImageJob, initial_noise, mix_classes
 from server_app.synthesis.samplers import Predict, denoise, to_images
 from server_app.synthesis.workers import Sample
-from server_app.training import mean_teacher, specific_teacher, train_global
 
 # (z, t []) -> (e, L [B])
 LossAt = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -80,8 +81,9 @@ def run_guided(
         payloads,
         partial(sampler, settings=settings, sample=sample),
         plan=plan_mixed if by_unit else plan_held_classes,
-        train=partial(_train, settings=settings),
+        train=partial(train_strategies, settings=settings, teachers_of=teachers_of),
         divisible=not by_unit,
+        targets=partial(strategy_targets, settings=settings, teachers_of=teachers_of),
     )
 
 
@@ -112,34 +114,6 @@ def sampler(
     return lambda jobs: sample(kit, jobs, prompts, teachers, settings, steps, size)
 
 
-def _train(
-    job: ServerJob,
-    payloads: Mapping[str, Classifier],
-    images: SyntheticSet,
-    *,
-    settings: FedLMGConfig,
-) -> Models:
-    """Train a global model per strategy.
-
-    FT has no teacher, MD the mean of all classifiers, and SD the classifier of the image's client.
-    """
-    networks = {client: teacher.model for client, teacher in teachers_of(job, payloads).items()}
-    labels_of = job.held(payloads)
-    is_uniform = settings.teacher_mean == "plain"
-    models = {}
-    for strategy in split_names(settings.strategies):
-        target = None
-        if strategy == "md":
-            target = mean_teacher(networks, labels_of, images.pixels, job.device, plain=is_uniform)
-        elif strategy == "sd":
-            target = specific_teacher(networks, images.clients, images.pixels, job.device)
-        name = strategy.upper()
-        models[name] = train_global(
-            job, name, images.pixels, images.labels, target, settings.distillation_weight
-        )
-    return models
-
-
 def teachers_of(job: ServerJob, payloads: Mapping[str, Classifier]) -> dict[str, Teacher]:
     """Return the clients' classifiers, frozen."""
     small_stem = job.config.classifier.small_stem
@@ -161,7 +135,7 @@ def _rebuild(payload: Classifier, num_classes: int, small_stem: bool) -> Teacher
 def sample(
     kit: Kit,
     jobs: Sequence[ImageJob],
-    prompts: torch.Tensor,
+    prompts: Conditioning,
     teachers: Mapping[str, Teacher],
     settings: FedLMGConfig,
     steps: int,
@@ -171,7 +145,7 @@ def sample(
 
     Args:
         jobs: the images, which may belong to different clients.
-        prompts: tau of every class's prompt, [classes, L, d].
+        prompts: conditions of every class's prompt.
         teachers: each client's classifier.
         size: side in pixels at which the classifiers were trained.
 
@@ -188,7 +162,7 @@ def sample(
 def guidance_loss(
     kit: Kit,
     jobs: Sequence[ImageJob],
-    prompts: torch.Tensor,
+    prompts: Conditioning,
     teachers: Mapping[str, Teacher],
     settings: FedLMGConfig,
     size: int | None,
@@ -239,3 +213,8 @@ def guided_prediction(kit: Kit, loss_at: LossAt, scale: float) -> Predict:
         return guide(z, e, kit.alphas_cumprod[t], loss, scale)
 
     return predict
+
+
+def rows_per_image(config: RunConfig, timesteps: Sequence[int]) -> int:
+    """Return the UNet rows per image, with those of the gradient."""
+    return rows_with_gradient(config.synthesis.steps, config.fedlmg)

@@ -26,6 +26,7 @@ from osfl.payload.kinds import FeatureMixtures, Payload
 from osfl.util.costs import Stopwatch
 from osfl.util.seeds import generator_of
 from server_app.context import GlobalModel, ServerJob
+from server_app.costs import NoisyMean
 from server_app.defenses.image_counts import class_weights
 from server_app.heads import NEVER_PREDICTED, store_with_head
 
@@ -120,3 +121,8 @@ def train_head(
         weight[rows] = torch.from_numpy(coefficients)
         bias[rows] = torch.from_numpy(intercepts)
     return weight.float(), bias.float()
+
+
+def noisy_mean(sizes: Mapping[str, int]) -> NoisyMean:
+    """Return a class's means and mean squares, whose common guarantee doubles the variance."""
+    return NoisyMean(2 * sizes["f"])

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from osfl.models.conditioning import Conditioning
 from osfl.models.diffusion import Kit
 from osfl.payload.kinds import Payload
 from server_app.context import ServerJob
@@ -46,24 +47,27 @@ def sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, Payload
 def sample(
     kit: Kit,
     jobs: Sequence[ImageJob],
-    c: torch.Tensor,
+    c: Conditioning,
     guidance: float,
     steps: int,
-    c0: torch.Tensor | None = None,
+    c0: Conditioning | None = None,
+    z: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sample with classifier-free guidance on one condition per image.
 
     Args:
-        c: the condition of every image, [B, L, d].
+        c: the condition of every image, B rows.
         guidance: g.
-        c0: the negative condition, [1, L, d]; None: the empty prompt's encoding.
+        c0: the negative condition, one row; None: the empty prompt's.
+        z: z_T, [B, c, h, w]; None: standard normal noise.
 
     Returns:
         uint8 [B, 3, H, W].
     """
     negative = kit.text([""]) if c0 is None else c0
     conditions = [Condition(c, guidance)]
-    z = initial_noise(jobs, kit.latent_shape, kit.device)
+    if z is None:
+        z = initial_noise(jobs, kit.latent_shape, kit.device)
 
     def predict(z: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         # Classifier-free guidance: e = e0 + g (e_c - e0)

@@ -32,9 +32,9 @@ from osfl.models.diffusion import (
     Sampling,
     load_kit,
     load_lora,
-    load_small_decoder,
+    load_tiny_decoder,
 )
-from osfl.util.costs import FlopMeter, Stopwatch
+from osfl.util.costs import Cost, FlopMeter, time_growing_batches
 from osfl.util.devices import uses_checkpointing
 from osfl.util.files import (
     OWNER_ONLY,
@@ -43,14 +43,16 @@ from osfl.util.files import (
     read_json,
     write_atomically,
 )
+from osfl.util.loading import LOADING
 from server_app.synthesis.caching import cache_features
 
 # Settings that a measurement may choose: of the networks, and all that a run records
 NETWORK_SETTINGS = ("dtype", "attention", "memory_format", "compile")
-AUTO_SETTINGS = (*NETWORK_SETTINGS, "batch_size", "units_at_once")
+AUTO_SETTINGS = (*NETWORK_SETTINGS, "batch_size", "parallel_units")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 REPEATS = 5  # timed passes, after two warm-up passes
 MEASURE_SECONDS = 15.0  # spent on measuring a machine's speed for an estimate
+FIRST_ROWS = 2  # of the first batch that is timed for it
 # The search ends at a batch whose time per image exceeds the best one's by this factor
 MAX_SLOWDOWN = 1.1
 
@@ -78,7 +80,7 @@ def resolve_auto(source: str, device: torch.device, settings: SynthesisConfig) -
         KitError: as `load_kit`.
     """
     settings = _with_networks(source, device, settings)
-    if settings.batch_size and settings.units_at_once:
+    if settings.batch_size and settings.parallel_units:
         return replace(settings, batch_size=min(settings.batch_size, settings.unit_size))
     configured = {name: getattr(settings, name) for name in AUTO_SETTINGS}
     key = f"{_key(source, device, settings)} workers {settings.workers} {configured}"
@@ -96,8 +98,8 @@ def _measure_batches(kit: Kit, settings: SynthesisConfig) -> dict[str, Any]:
     """Measure the seconds per image of every batch size and number of parallel units."""
     timings: dict[str, float] = {}
     best = math.inf
-    choice = {"batch_size": 1, "units_at_once": 1}
-    for units in _units_at_once(kit, settings):
+    choice = {"batch_size": 1, "parallel_units": 1}
+    for units in _parallel_units(kit, settings):
         best_of_units = math.inf
         for batch in _batches(settings):
             try:
@@ -108,7 +110,7 @@ def _measure_batches(kit: Kit, settings: SynthesisConfig) -> dict[str, Any]:
             timings[f"{units} x {batch}"] = seconds
             if seconds < best:
                 best = seconds
-                choice = {"batch_size": batch, "units_at_once": units}
+                choice = {"batch_size": batch, "parallel_units": units}
             best_of_units = min(best_of_units, seconds)
             if seconds > MAX_SLOWDOWN * best_of_units:
                 break
@@ -125,16 +127,16 @@ def _batches(settings: SynthesisConfig) -> list[int]:
     return sorted(sizes)
 
 
-def _units_at_once(kit: Kit, settings: SynthesisConfig) -> list[int]:
+def _parallel_units(kit: Kit, settings: SynthesisConfig) -> list[int]:
     """Return the numbers of parallel units to try in this process: on a CPU, 1 and one per thread.
 
     Only 1 is tried if a setting holds for the whole process (attention, compilation), or if the
     models of all units would take more than a quarter of the free memory.
     """
-    if settings.units_at_once:
-        return [settings.units_at_once]
+    if settings.parallel_units:
+        return [settings.parallel_units]
     threads = settings.threads or torch.get_num_threads()
-    weights = [*kit.unet.parameters(), *kit.vae.parameters(), *kit.text.model.parameters()]
+    weights = [*kit.unet.parameters(), *kit.vae.parameters(), *kit.text.parameters()]
     size = sum(weight.numel() * weight.element_size() for weight in weights)
     is_process_wide = settings.attention != "default" or settings.compile == "on"
     is_sequential = kit.device.type != "cpu" or settings.workers or is_process_wide or threads == 1
@@ -211,7 +213,8 @@ def _calibrated(
                 choice[name] = min(values, key=timings[name].__getitem__)
         return {"seconds a pass": timings, "choice": choice}
 
-    return _calibration(key, measure)["choice"]
+    chosen: dict[str, Any] = _calibration(key, measure)["choice"]
+    return chosen
 
 
 def _calibration(key: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -232,6 +235,11 @@ def _calibration(key: str, measure: Callable[[], dict[str, Any]]) -> dict[str, A
 
 def _load(source: str, device: torch.device, settings: SynthesisConfig) -> Kit:
     """Load a kit by settings of which only `checkpointing` may be `auto`."""
+    with LOADING:
+        return _build(source, device, settings)
+
+
+def _build(source: str, device: torch.device, settings: SynthesisConfig) -> Kit:
     # By default, GPUs compute float32 convolutions in TF32, with a mantissa of 10 bits
     torch.backends.cudnn.allow_tf32 = settings.dtype != "float32"
     kit = load_kit(source, device, DTYPES[settings.dtype])
@@ -241,13 +249,13 @@ def _load(source: str, device: torch.device, settings: SynthesisConfig) -> Kit:
     kit = replace(kit, sampling=sampling)
     if settings.lora:
         load_lora(lora_file(settings.lora, source), kit, fused=settings.base_steps == 0)
-    if settings.small_decoder:
+    if settings.tiny_decoder:
         arguments = (
             (source, kit, TINY_DECODER)
-            if settings.small_decoder == "kit"
-            else (settings.small_decoder, kit)
+            if settings.tiny_decoder == "kit"
+            else (settings.tiny_decoder, kit)
         )
-        kit = replace(kit, small_decoder=load_small_decoder(*arguments))
+        kit = replace(kit, tiny_decoder=load_tiny_decoder(*arguments))
     if settings.attention != "default":
         kit.unet.set_attn_processor(Attention(settings.attention))
     if uses_checkpointing(settings.checkpointing, device):
@@ -281,31 +289,29 @@ def _seconds(kit: Kit, batch: int, repeats: int = REPEATS) -> float:
 def unet_pass(kit: Kit, batch: int) -> Callable[[], torch.Tensor]:
     """Return a function that runs a UNet pass over random latents, to be counted or timed."""
     z = torch.randn(batch, *kit.latent_shape, device=kit.device)
-    c = kit.text([""]).expand(batch, -1, -1)
-    width = kit.unet.config.get("projection_class_embeddings_input_dim")
-    image = torch.randn(batch, width, device=kit.device) if width else None
-    return partial(kit.eps, z, torch.tensor(500, device=kit.device), c, image)
+    c = kit.text([""]).expand(batch)
+    if kit.unet.config.get("class_embed_type"):
+        width = kit.unet.config.projection_class_embeddings_input_dim
+        c = c.with_image(torch.randn(batch, width, device=kit.device))
+    return partial(kit.eps, z, torch.tensor(500, device=kit.device), c)
 
 
 @torch.no_grad()
-def seconds_and_flops(kit: Kit, most: int) -> tuple[float, float]:
-    """Measure seconds and FLOPs per row of a UNet pass on this machine, within some seconds.
-
-    The seconds are the best over growing batches, because other load can only slow a pass down.
+def unet_cost(kit: Kit, most: int) -> Cost:
+    """Measure the cost per row of a UNet pass on this machine, within some seconds.
 
     Args:
         most: rows of the largest batch to try.
     """
-    rows = min(2, most)
+    rows = min(FIRST_ROWS, most)
     meter = FlopMeter()
     meter.run("pass", unet_pass(kit, rows))
     flops = meter.total / rows
-    watch = Stopwatch()
-    best = _seconds(kit, rows, repeats=1) / rows
-    while rows < most and watch.seconds < MEASURE_SECONDS:
-        rows = min(2 * rows, most)
-        best = min(best, _seconds(kit, rows, repeats=1) / rows)
-    return best, flops
+
+    def time_batch(rows: int) -> Cost:
+        return Cost(flops, _seconds(kit, rows, repeats=1) / rows)
+
+    return time_growing_batches(time_batch, rows, most, MEASURE_SECONDS)
 
 
 def _device_name(device: torch.device) -> str:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from osfl.models.classifiers import normalize
+from osfl.models.conditioning import Conditioning, concatenate
 from osfl.models.diffusion import Kit
 
 
@@ -20,18 +21,16 @@ class Condition:
     """A condition of the guidance, with its scale.
 
     Attributes:
-        c: text condition, [B, L, d].
+        c: the conditions of B rows.
         scale: guidance scale.
-        image: image condition of an unCLIP UNet, [B, 2e].
     """
 
-    c: torch.Tensor
+    c: Conditioning
     scale: float
-    image: torch.Tensor | None = None
 
 
 def compose(
-    kit: Kit, z: torch.Tensor, t: torch.Tensor, c0: torch.Tensor, conditions: Sequence[Condition]
+    kit: Kit, z: torch.Tensor, t: torch.Tensor, c0: Conditioning, conditions: Sequence[Condition]
 ) -> torch.Tensor:
     """Compose conditions: e = e0 + sum_i g_i (e_i - e0).
 
@@ -44,8 +43,7 @@ def compose(
     Args:
         z: [B, c, h, w].
         t: timestep, [].
-        c0: encoding of the empty prompt or a negative prompt, [1, L, d]; for unCLIP its image
-            condition is zero, as in Stable unCLIP.
+        c0: condition of the empty prompt or a negative prompt, one row.
         conditions: the conditions i with their scales g_i.
 
     Returns:
@@ -57,11 +55,9 @@ def compose(
     is_plain_condition = [condition.scale for condition in conditions] == [1.0]
     if is_plain_condition or (has_scale and not _is_guided(kit, t)):
         return _weighted_mean(kit, z, t, conditions)
-    branches = torch.cat([c0.expand(len(z), -1, -1), *(condition.c for condition in conditions)])
-    images = [condition.image for condition in conditions if condition.image is not None]
-    image = torch.cat([torch.zeros_like(images[0]), *images]) if images else None
+    branches = concatenate([c0.expand(len(z)), *(condition.c for condition in conditions)])
     num_branches = 1 + len(conditions)
-    predictions = kit.eps(z.repeat(num_branches, 1, 1, 1), t, branches, image)
+    predictions = kit.eps(z.repeat(num_branches, 1, 1, 1), t, branches)
     e0, *conditional = predictions.chunk(num_branches)
     e = e0
     for e_i, condition in zip(conditional, conditions, strict=True):
@@ -81,10 +77,8 @@ def _weighted_mean(
     kit: Kit, z: torch.Tensor, t: torch.Tensor, conditions: Sequence[Condition]
 ) -> torch.Tensor:
     """Return the mean of the conditions' predictions, weighted by their scales."""
-    images = [condition.image for condition in conditions if condition.image is not None]
-    branches = torch.cat([condition.c for condition in conditions])
-    image = torch.cat(images) if images else None
-    predictions = kit.eps(z.repeat(len(conditions), 1, 1, 1), t, branches, image)
+    branches = concatenate([condition.c for condition in conditions])
+    predictions = kit.eps(z.repeat(len(conditions), 1, 1, 1), t, branches)
     conditional = predictions.chunk(len(conditions))
     total = sum(condition.scale for condition in conditions)
     return sum(

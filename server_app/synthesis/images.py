@@ -6,17 +6,18 @@ Each unit is committed as a whole, so that a killed server resumes where it stop
 import json
 import os
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
+import psutil
 import torch
 from PIL import Image
 
 from osfl.config import NOT_IDENTITY, flatten
-from osfl.data.load import to_pixels
+from osfl.data.pictures import to_pixels
 from osfl.kit.check import lora_file
 from osfl.kit.digests import file_sha256
 from osfl.kit.kits import find_model, kit_digest, part_digest
@@ -26,13 +27,15 @@ from osfl.payload.wire import PayloadError
 from osfl.run_folder.layout import image_digest, image_name, read_image, read_rows
 from osfl.util.files import CorruptFileError, make_private_folder, open_private, write_atomically
 from osfl.util.log import log
+from osfl.util.pixels import allocate_pixels
 from server_app.context import ServerJob
 from server_app.synthesis.plan import ImageJob, Unit, cut_units
 from server_app.synthesis.samplers import NotFiniteError, PrecisionError
-from server_app.synthesis.workers import MakeSampler, Sample, sample_units
+from server_app.synthesis.workers import MakeSampler, Sample, never, sample_units
 
 WRITERS = min(8, os.cpu_count() or 1)  # threads that write images while others are sampled
 MAX_UNWRITTEN_UNITS = WRITERS  # units that may wait for a thread
+MEMORY_SHARE = 4  # pixels above this part of the free memory are in a file
 ATTEMPTS = 3  # at images that cannot be read after they were written
 
 
@@ -59,6 +62,50 @@ class SyntheticSet:
         return groups
 
 
+@dataclass(frozen=True)
+class Work:
+    """Work units, and how to sample those that do not exist yet.
+
+    Attributes:
+        units: in order.
+        make_sampler: loads the models; not called if no image is missing.
+    """
+
+    units: list[Unit]
+    make_sampler: MakeSampler
+
+
+def plan_work(
+    job: ServerJob,
+    jobs: list[ImageJob],
+    make_sampler: MakeSampler,
+    divisible: bool = True,
+    others: Mapping[str, str] | None = None,
+    in_float32: MakeSampler | None = None,
+) -> Work:
+    """Return the work of sampling a plan's images.
+
+    Args:
+        make_sampler: loads the models.
+        divisible: whether a unit may be sampled in batches, which get smaller if one does not fit
+            into memory.
+        others: owners that are not clients, each with a text that determines its images.
+        in_float32: as `make_sampler`, with networks in float32. It resamples an image that is not
+            finite, to tell an overflow from a bad payload.
+    """
+    digests = {client: job.folder.payload_digest(client) for client in job.clients}
+    ingredients = {**digests, **(others or {})}
+    shaping = _shaping(job)
+    size = job.config.synthesis.unit_size
+    units = cut_units(jobs, size, ingredients, shaping, _earlier_shapings(job, shaping))
+    if job.config.synthesis.dtype != "float32" and in_float32:
+        make_sampler = _detect_overflow(make_sampler, in_float32, job.config.synthesis.dtype)
+    make_sampler = _attribute_errors(make_sampler, digests)
+    if divisible:
+        make_sampler = _in_batches(make_sampler, job.config.synthesis.batch_size)
+    return Work(units, make_sampler)
+
+
 def synthesize(
     job: ServerJob,
     jobs: list[ImageJob],
@@ -69,13 +116,13 @@ def synthesize(
 ) -> SyntheticSet:
     """Sample every image of a plan that does not exist yet, and load them all.
 
-    Args:
-        make_sampler: loads the models; not called if no image is missing.
-        divisible: whether a unit may be sampled in batches, which get smaller if one does not fit
-            into memory.
-        others: owners that are not clients, each with a text that determines its images.
-        in_float32: as `make_sampler`, with networks in float32. It resamples an image that is not
-            finite, to tell an overflow from a bad payload.
+    Args and errors are those of `plan_work` and `finish_work`.
+    """
+    return finish_work(job, [plan_work(job, jobs, make_sampler, divisible, others, in_float32)])
+
+
+def finish_work(job: ServerJob, works: Sequence[Work]) -> SyntheticSet:
+    """Sample every image that does not exist yet, and load them all.
 
     Raises:
         PayloadError: sampling with a client's payload diverges.
@@ -83,19 +130,12 @@ def synthesize(
         PrecisionError: an image is finite in float32 only.
         OSError: images remain unreadable after `ATTEMPTS` attempts.
     """
-    digests = {client: job.folder.payload_digest(client) for client in job.clients}
-    ingredients = {**digests, **(others or {})}
-    units = cut_units(jobs, job.config.synthesis.unit_size, ingredients, _shaping(job))
-    if job.config.synthesis.dtype != "float32" and in_float32:
-        make_sampler = _detect_overflow(make_sampler, in_float32, job.config.synthesis.dtype)
-    make_sampler = _attribute_errors(make_sampler, digests)
-    if divisible:
-        make_sampler = _in_batches(make_sampler, job.config.synthesis.batch_size)
-    job.status.phase("synthesis", len(jobs))
-    pixels = _make_and_read(job, units, make_sampler)
+    units = [unit for work in works for unit in work.units]
+    job.status.phase("synthesis", sum(len(unit.jobs) for unit in units))
+    pixels = _make_and_read(job, works, units)
     _delete_stale_manifests(job, units)
-    manifests = [_manifest(job, unit).read_bytes() for unit in units]
-    write_atomically(job.folder.manifest_file, b"".join(manifests))
+    rows = (_manifest(job, unit).read_bytes() for unit in units)
+    write_atomically(job.folder.manifest_file, rows)
     ordered = [image for unit in units for image in unit.jobs]
     labels = torch.tensor([image.label for image in ordered])
     return SyntheticSet(pixels, labels, tuple(image.client for image in ordered))
@@ -107,7 +147,7 @@ def _shaping(job: ServerJob) -> dict[str, object]:
     It is part of every unit's name: the config keys of the synthesis and of the method that belong
     to the run's identity, the class names, and digests of the weights, which may change in place.
     """
-    section = METHODS[job.config.method].server.replace("_", "-")
+    section = METHODS[job.config.method].section
     shaping: dict[str, object] = {
         key: value
         for key, value in flatten(job.config).items()
@@ -117,9 +157,9 @@ def _shaping(job: ServerJob) -> dict[str, object]:
     if job.config.data.words:
         shaping["words"] = job.config.data.words
     shaping["kit"] = kit_digest(job.kit, sampling_parts(job.config))
-    small_decoder = job.config.synthesis.small_decoder
-    if small_decoder not in ("", "kit"):
-        folder = find_model(small_decoder, TINY_DECODER, "synthesis.small-decoder")
+    tiny_decoder = job.config.synthesis.tiny_decoder
+    if tiny_decoder not in ("", "kit"):
+        folder = find_model(tiny_decoder, TINY_DECODER, "synthesis.tiny-decoder")
         shaping["small-decoder"] = part_digest(folder, TINY_DECODER)
     lora = job.config.synthesis.lora
     if lora not in ("", "kit"):
@@ -127,7 +167,24 @@ def _shaping(job: ServerJob) -> dict[str, object]:
     return shaping
 
 
-def _make_and_read(job: ServerJob, units: list[Unit], make_sampler: MakeSampler) -> torch.Tensor:
+def _earlier_shapings(
+    job: ServerJob, shaping: Mapping[str, object]
+) -> dict[str, dict[str, object]]:
+    """Return the shaping of clients whose payloads are from a run with fewer classes.
+
+    Their work units keep their names, and so their images.
+    """
+    record = job.folder.continuation()
+    if record is None:
+        return {}
+    return {
+        client: {**shaping, "classes": names}
+        for client, names in record.classes.items()
+        if names and names != job.classes
+    }
+
+
+def _make_and_read(job: ServerJob, works: Sequence[Work], units: list[Unit]) -> torch.Tensor:
     """Return the images of units, [N, 3, S, S], and make the missing ones.
 
     Units with unreadable images are made again.
@@ -137,9 +194,12 @@ def _make_and_read(job: ServerJob, units: list[Unit], make_sampler: MakeSampler)
     """
     size = job.config.data.image_size
     total = sum(len(unit.jobs) for unit in units)
-    pixels = torch.empty(total, 3, size, size, dtype=torch.uint8)
+    memory = psutil.virtual_memory().available // MEMORY_SHARE
+    pixels = allocate_pixels((total, 3, size, size), memory, job.folder.path)
     for _ in range(ATTEMPTS):
-        _make(job, units, make_sampler, total)
+        count = _Count(job, total)
+        for work in works:
+            make_units(job, work, count.add)
         corrupt = _read_all(job, units, pixels)
         if not corrupt:
             return pixels
@@ -168,29 +228,62 @@ def _delete_stale_manifests(job: ServerJob, units: list[Unit]) -> None:
         stale.unlink()
 
 
-def _make(job: ServerJob, units: list[Unit], make_sampler: MakeSampler, total: int) -> None:
+class _Count:
+    """The images that are finished, which the run's status reports.
+
+    Args:
+        total: images of all work.
+    """
+
+    def __init__(self, job: ServerJob, total: int):
+        self._job = job
+        self._total = total
+        self._finished = 0
+
+    def add(self, unit: Unit) -> None:
+        """Add the images of a finished unit."""
+        self._finished += len(unit.jobs)
+        self._job.status.advance(self._finished, self._total)
+
+
+def make_units(
+    job: ServerJob,
+    work: Work,
+    made: Callable[[Unit], None],
+    is_stopped: Callable[[], bool] = never,
+) -> None:
     """Make every unit that is not committed.
 
     Memory holds only the images that are being written, whatever the plan's size.
+
+    Args:
+        made: called with every unit, as soon as it is committed.
+        is_stopped: as `sample_units`. Units that have begun are committed.
     """
-    missing_units = [unit for unit in units if not _is_there(job, unit)]
-    finished = total - sum(len(unit.jobs) for unit in missing_units)
-    job.status.advance(finished, total)
+    missing_units = []
+    for unit in work.units:
+        if _is_there(job, unit):
+            made(unit)
+        else:
+            missing_units.append(unit)
     with ThreadPoolExecutor(WRITERS) as writers:
         pending: deque[tuple[Unit, float, Future[None]]] = deque()
 
         def finish() -> None:
-            nonlocal finished
             unit, seconds, commit = pending.popleft()
             commit.result()
             timing = {"unit": unit.name, "images": len(unit.jobs), "seconds": seconds}
             with open_private(job.folder.timings_file, "a") as file:
                 file.write(json.dumps(timing) + "\n")
-            finished += len(unit.jobs)
-            job.status.advance(finished, total)
+            made(unit)
 
         for unit, pixels, seconds in sample_units(
-            make_sampler, missing_units, job.device, job.config.synthesis, job.status.step
+            work.make_sampler,
+            missing_units,
+            job.device,
+            job.config.synthesis,
+            job.status.step,
+            is_stopped,
         ):
             pending.append((unit, seconds, writers.submit(_commit, job, unit, pixels)))
             while pending and (pending[0][2].done() or len(pending) > MAX_UNWRITTEN_UNITS):
@@ -298,6 +391,8 @@ def _commit(job: ServerJob, unit: Unit, pixels: torch.Tensor) -> None:
         file = image_file(job, image)
         path = job.folder.path / file
         make_private_folder(path.parent)
+        # A link to the image of a continued run, whose image stays
+        path.unlink(missing_ok=True)
         with open_private(path, "wb") as png:
             Image.fromarray(picture.permute(1, 2, 0).numpy()).save(png, "png")
         rows.append(
@@ -334,11 +429,12 @@ def _read(job: ServerJob, unit: Unit, into: torch.Tensor) -> bool:
         picture = read_image(job.folder.path / row["file"])
         if picture is None or image_digest(picture) != row["sha256"]:
             return False
-        into[number] = _resize(picture, into.shape[-1])
+        into[number] = resize(picture, into.shape[-1])
     return True
 
 
-def _resize(picture: torch.Tensor, size: int) -> torch.Tensor:
+def resize(picture: torch.Tensor, size: int) -> torch.Tensor:
+    """Resize an image [3, H, W] for the classifiers, unless it has their size."""
     return (
         picture
         if picture.shape[-1] == size

@@ -51,21 +51,24 @@ def ddim_schedule(kit: Kit, steps: int) -> list[tuple[int, torch.Tensor, torch.T
 
 def _final_alpha(kit: Kit) -> torch.Tensor:
     """Return 1, or a_0 if the kit's scheduler has `set_alpha_to_one = false`."""
-    return kit.scheduler.final_alpha_cumprod.to(kit.device)
+    final_alpha: torch.Tensor = kit.scheduler.final_alpha_cumprod.to(kit.device)
+    return final_alpha
 
 
-def ddim(kit: Kit, z: torch.Tensor, steps: int, predict: Predict) -> torch.Tensor:
+def ddim(kit: Kit, z: torch.Tensor, steps: int, predict: Predict, skipped: int = 0) -> torch.Tensor:
     """Denoise z_T to z_0 by DDIM.
 
     Args:
         z: z_T, [B, c, h, w].
         steps: number of timesteps.
         predict: returns the guided noise prediction.
+        skipped: number of first timesteps to leave out; z is then the latent of the next one.
 
     Returns:
         z_0, [B, c, h, w].
     """
-    for number, (t, a_t, a_prev) in enumerate(ddim_schedule(kit, steps), start=1):
+    schedule = ddim_schedule(kit, steps)[skipped:]
+    for number, (t, a_t, a_prev) in enumerate(schedule, start=skipped + 1):
         with kit.without_lora() if number <= kit.sampling.base_steps else nullcontext():
             e = predict(z, torch.tensor(t, device=kit.device))
         # DDIM, eq. 12 with sigma_t = 0

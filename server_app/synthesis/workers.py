@@ -38,12 +38,18 @@ CONNECT_SECONDS = 20.0  # to connect to a cluster
 MAX_DEATHS = 3  # actors that may die at a unit before the run fails
 
 
+def never() -> bool:
+    """Return False: all units are sampled."""
+    return False
+
+
 def sample_units(
     make_sampler: MakeSampler,
     units: Sequence[Unit],
     device: torch.device,
     settings: SynthesisConfig,
     watcher: Watcher = lambda done, total: None,
+    is_stopped: Callable[[], bool] = never,
 ) -> Iterator[Sampled]:
     """Sample every unit once, in any order.
 
@@ -52,15 +58,16 @@ def sample_units(
         device: the device of this process, or the kind of device of the actors.
         settings: with `workers` 0, units are sampled in this process, else by as many Ray actors.
         watcher: called for every denoising step in this process. Actors report whole units only.
+        is_stopped: returns whether to begin no further unit. Actors begin all.
 
     Raises:
         ConfigError: the Ray cluster cannot be reached, or has too few devices.
         WorkerError: actors keep dying at a unit.
     """
-    if not units:
+    if not units or is_stopped():
         return iter(())
     if settings.workers == 0:
-        return _in_this_process(make_sampler, units, device, settings, watcher)
+        return _in_this_process(make_sampler, units, device, settings, watcher, is_stopped)
     return _on_ray(make_sampler, units, device, settings)
 
 
@@ -74,6 +81,7 @@ def _in_this_process(
     device: torch.device,
     settings: SynthesisConfig,
     watcher: Watcher,
+    is_stopped: Callable[[], bool],
 ) -> Iterator[Sampled]:
     """Sample units sequentially, or on a CPU several in parallel.
 
@@ -81,31 +89,39 @@ def _in_this_process(
     share an operation.
     """
     threads = settings.threads
-    if settings.units_at_once > 1:
-        threads = max(1, (threads or torch.get_num_threads()) // settings.units_at_once)
+    if settings.parallel_units > 1:
+        threads = max(1, (threads or torch.get_num_threads()) // settings.parallel_units)
     with _threads(threads):
         # One sampler per thread: a model's hooks and caches support one forward pass at a time
         samplers = [
-            make_sampler(device) for _ in range(min(settings.units_at_once, len(units)) or 1)
+            make_sampler(device) for _ in range(min(settings.parallel_units, len(units)) or 1)
         ]
         if len(samplers) > 1:
-            yield from _in_parallel(samplers, units, threads, watcher)
+            yield from _in_parallel(samplers, units, threads, watcher, is_stopped)
             return
     for unit in units:
+        if is_stopped():
+            return
         with _threads(threads):
             result = _sample_unit(samplers[0], unit, watcher)
         yield result
 
 
 def _in_parallel(
-    samplers: Sequence[Sample], units: Sequence[Unit], threads: int, watcher: Watcher
+    samplers: Sequence[Sample],
+    units: Sequence[Unit],
+    threads: int,
+    watcher: Watcher,
+    is_stopped: Callable[[], bool],
 ) -> Iterator[Sampled]:
     """Run each sampler in its own thread; the watcher gets the first one's steps."""
     idle: SimpleQueue[Sample] = SimpleQueue()
     for sampler in samplers:
         idle.put(sampler)
 
-    def sample(unit: Unit) -> Sampled:
+    def sample(unit: Unit) -> Sampled | None:
+        if is_stopped():
+            return None
         sampler = idle.get()
         try:
             unit_watcher = watcher if sampler is samplers[0] else _ignore_step
@@ -114,15 +130,18 @@ def _in_parallel(
             idle.put(sampler)
 
     waiting = deque(units)
-    running = set[Future[Sampled]]()
+    running = set[Future[Sampled | None]]()
     pool = ThreadPoolExecutor(len(samplers), initializer=torch.set_num_threads, initargs=(threads,))
     try:
         while waiting or running:
+            if is_stopped():
+                waiting.clear()
             while waiting and len(running) < UNITS_PER_ACTOR * len(samplers):
                 running.add(pool.submit(sample, waiting.popleft()))
             finished, running = wait(running, return_when=FIRST_COMPLETED)
             for future in finished:
-                yield future.result()
+                if result := future.result():
+                    yield result
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -24,45 +24,53 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dosfl/payload/v1/payload.proto\x12\x0fosfl.payload.v1\"\xc4\x05\n\x07Payload\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x0e\n\x06method\x18\x02 \x01(\t\x12\x0b\n\x03job\x18\x03 \x01(\t\x12\x0e\n\x06\x63lient\x18\x04 \x01(\t\x12\x0f\n\x07\x63lasses\x18\x05 \x03(\t\x12\x35\n\x0c\x64\x65scriptions\x18\n \x01(\x0b\x32\x1d.osfl.payload.v1.DescriptionsH\x00\x12\x31\n\nclassifier\x18\x0b \x01(\x0b\x32\x1b.osfl.payload.v1.ClassifierH\x00\x12/\n\tencodings\x18\x0c \x01(\x0b\x32\x1a.osfl.payload.v1.EncodingsH\x00\x12-\n\x08mixtures\x18\r \x01(\x0b\x32\x19.osfl.payload.v1.MixturesH\x00\x12-\n\x08\x63\x61ptions\x18\x0e \x01(\x0b\x32\x19.osfl.payload.v1.CaptionsH\x00\x12\x31\n\nembeddings\x18\x0f \x01(\x0b\x32\x1b.osfl.payload.v1.EmbeddingsH\x00\x12-\n\x08\x63oncepts\x18\x10 \x01(\x0b\x32\x19.osfl.payload.v1.ConceptsH\x00\x12)\n\x06\x64omain\x18\x11 \x01(\x0b\x32\x17.osfl.payload.v1.DomainH\x00\x12?\n\x11\x66\x65\x61turestatistics\x18\x12 \x01(\x0b\x32\".osfl.payload.v1.FeatureStatisticsH\x00\x12;\n\x0f\x66\x65\x61turemixtures\x18\x13 \x01(\x0b\x32 .osfl.payload.v1.FeatureMixturesH\x00\x12\x35\n\x0c\x64omainvector\x18\x14 \x01(\x0b\x32\x1d.osfl.payload.v1.DomainVectorH\x00\x12\'\n\x05votes\x18\x15 \x01(\x0b\x32\x16.osfl.payload.v1.VotesH\x00\x42\x06\n\x04\x62ody\"8\n\x0c\x44\x65scriptions\x12(\n\x07vectors\x18\x01 \x01(\x0b\x32\x17.osfl.payload.v1.Tensor\"J\n\nClassifier\x12\x14\n\x0c\x61rchitecture\x18\x01 \x01(\t\x12&\n\x05state\x18\x02 \x03(\x0b\x32\x17.osfl.payload.v1.Tensor\"5\n\tEncodings\x12(\n\x07vectors\x18\x01 \x01(\x0b\x32\x17.osfl.payload.v1.Tensor\"\xfd\x01\n\x08Mixtures\x12+\n\nconditions\x18\x01 \x01(\x0b\x32\x17.osfl.payload.v1.Tensor\x12(\n\x07weights\x18\x02 \x01(\x0b\x32\x17.osfl.payload.v1.Tensor\x12\x32\n\x11\x63omponent_weights\x18\x03 \x01(\x0b\x32\x17.osfl.payload.v1.Tensor\x12\x30\n\x0f\x63omponent_means\x18\x04 \x01(\x0b\x32\x17.osfl.payload.v1.Tensor\x12\x34\n\x13\x63omponent_variances\x18\x05 \x01(\x0b\x32\x17.osfl.payload.v1.Tensor\"1\n\x08\x43\x61ptions\x12%\n\x05texts\x18\x01 \x03(\x0b\x32\x16.osfl.payload.v1.Texts\"\x15\n\x05Texts\x12\x0c\n\x04text\x18\x01 \x03(\t\"6\n\nEmbeddings\x12(\n\x07vectors\x18\x01 \x01(\x0b\x32\x17.osfl.payload.v1.Tensor\"\xdb\x01\n\x08\x43oncepts\x12\'\n\x06\x64omain\x18\x01 \x01(\x0b\x32\x17.osfl.payload.v1.Tensor\x12(\n\x07vectors\x18\x02 \x01(\x0b\x32\x17.osfl.payload.v1.Tensor\x12\'\n\x06labels\x18\x03 \x01(\x0b\x32\x17.osfl.payload.v1.Tensor\x12&\n\x05means\x18\x04 \x01(\x0b\x32\x17.osfl.payload.v1.Tensor\x12+\n\ndeviations\x18\x05 \x01(\x0b\x32\x17.osfl.payload.v1.Tensor\"a\n\x0c\x44omainVector\x12\'\n\x06\x64omain\x18\x01 \x01(\x0b\x32\x17.osfl.payload.v1.Tensor\x12(\n\x07offsets\x18\x02 \x01(\x0b\x32\x17.osfl.payload.v1.Tensor\"\x8d\x01\n\x11\x46\x65\x61tureStatistics\x12\'\n\x06\x63ounts\x18\x01 \x01(\x0b\x32\x17.osfl.payload.v1.Tensor\x12%\n\x04sums\x18\x02 \x01(\x0b\x32\x17.osfl.payload.v1.Tensor\x12(\n\x07moments\x18\x03 \x01(\x0b\x32\x17.osfl.payload.v1.Tensor\"\xb8\x01\n\x0f\x46\x65\x61tureMixtures\x12\'\n\x06\x63ounts\x18\x01 \x01(\x0b\x32\x17.osfl.payload.v1.Tensor\x12(\n\x07weights\x18\x02 \x01(\x0b\x32\x17.osfl.payload.v1.Tensor\x12&\n\x05means\x18\x03 \x01(\x0b\x32\x17.osfl.payload.v1.Tensor\x12*\n\tvariances\x18\x04 \x01(\x0b\x32\x17.osfl.payload.v1.Tensor\"1\n\x05Votes\x12(\n\x07winners\x18\x01 \x01(\x0b\x32\x17.osfl.payload.v1.Tensor\"\x16\n\x06\x44omain\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x81\x01\n\x06Tensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x04\x12%\n\x05\x64type\x18\x03 \x01(\x0e\x32\x16.osfl.payload.v1.DType\x12%\n\x05\x63odec\x18\x04 \x01(\x0e\x32\x16.osfl.payload.v1.Codec\x12\x0c\n\x04\x64\x61ta\x18\x05 \x01(\x0c*S\n\x05\x44Type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x11\n\rDTYPE_FLOAT32\x10\x01\x12\x0f\n\x0b\x44TYPE_INT64\x10\x02\x12\x0f\n\x0b\x44TYPE_UINT8\x10\x03*`\n\x05\x43odec\x12\x15\n\x11\x43ODEC_UNSPECIFIED\x10\x00\x12\r\n\tCODEC_RAW\x10\x01\x12\x11\n\rCODEC_FLOAT16\x10\x02\x12\x0e\n\nCODEC_INT8\x10\x03\x12\x0e\n\nCODEC_INT4\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dosfl/payload/v1/payload.proto\x12\x0fosfl.payload.v1\"\x90\x07\n\x07Payload\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x0e\n\x06method\x18\x02 \x01(\t\x12\x0b\n\x03job\x18\x03 \x01(\t\x12\x0e\n\x06\x63lient\x18\x04 \x01(\t\x12\x0f\n\x07\x63lasses\x18\x05 \x03(\t\x12\x35\n\x0c\x64\x65scriptions\x18\n \x01(\x0b\x32\x1d.osfl.payload.v1.DescriptionsH\x00\x12\x31\n\nclassifier\x18\x0b \x01(\x0b\x32\x1b.osfl.payload.v1.ClassifierH\x00\x12/\n\tencodings\x18\x0c \x01(\x0b\x32\x1a.osfl.payload.v1.EncodingsH\x00\x12-\n\x08mixtures\x18\r \x01(\x0b\x32\x19.osfl.payload.v1.MixturesH\x00\x12-\n\x08\x63\x61ptions\x18\x0e \x01(\x0b\x32\x19.osfl.payload.v1.CaptionsH\x00\x12\x31\n\nembeddings\x18\x0f \x01(\x0b\x32\x1b.osfl.payload.v1.EmbeddingsH\x00\x12-\n\x08\x63oncepts\x18\x10 \x01(\x0b\x32\x19.osfl.payload.v1.ConceptsH\x00\x12)\n\x06\x64omain\x18\x11 \x01(\x0b\x32\x17.osfl.payload.v1.DomainH\x00\x12?\n\x11\x66\x65\x61turestatistics\x18\x12 \x01(\x0b\x32\".osfl.payload.v1.FeatureStatisticsH\x00\x12;\n\x0f\x66\x65\x61turemixtures\x18\x13 \x01(\x0b\x32 .osfl.payload.v1.FeatureMixturesH\x00\x12\x35\n\x0c\x64omainvector\x18\x14 \x01(\x0b\x32\x1d.osfl.payload.v1.DomainVectorH\x00\x12\'\n\x05votes\x18\x15 \x01(\x0b\x32\x16.osfl.payload.v1.VotesH\x00\x12\x37\n\rlatentmixture\x18\x16 \x01(\x0b\x32\x1e.osfl.payload.v1.LatentMixtureH\x00\x12=\n\x10latentstatistics\x18\x17 \x01(\x0b\x32!.osfl.payload.v1.LatentStatisticsH\x00\x12\'\n\x05joint\x18\x18 \x01(\x0b\x32\x16.osfl.payload.v1.JointH\x00\x12)\n\x06masked\x18\x19 \x01(\x0b\x32\x17.osfl.payload.v1.MaskedH\x00\x42\x06\n\x04\x62ody\"8\n\x0c\x44\x65scriptions\x12(\n\x07vectors\x18\x01 \x01(\x0b\x32\x17.osfl.payload.v1.Tensor\"J\n\nClassifier\x12\x14\n\x0c\x61rchitecture\x18\x01 \x01(\t\x12&\n\x05state\x18\x02 \x03(\x0b\x32\x17.osfl.payload.v1.Tensor\"5\n\tEncodings\x12(\n\x07vectors\x18\x01 \x01(\x0b\x32\x17.osfl.payload.v1.Tensor\"\xfd\x01\n\x08Mixtures\x12+\n\nconditions\x18\x01 \x01(\x0b\x32\x17.osfl.payload.v1.Tensor\x12(\n\x07weights\x18\x02 \x01(\x0b\x32\x17.osfl.payload.v1.Tensor\x12\x32\n\x11\x63omponent_weights\x18\x03 \x01(\x0b\x32\x17.osfl.payload.v1.Tensor\x12\x30\n\x0f\x63omponent_means\x18\x04 \x01(\x0b\x32\x17.osfl.payload.v1.Tensor\x12\x34\n\x13\x63omponent_variances\x18\x05 \x01(\x0b\x32\x17.osfl.payload.v1.Tensor\"\x8d\x01\n\rLatentMixture\x12(\n\x07weights\x18\x01 \x01(\x0b\x32\x17.osfl.payload.v1.Tensor\x12&\n\x05means\x18\x02 \x01(\x0b\x32\x17.osfl.payload.v1.Tensor\x12*\n\tvariances\x18\x03 \x01(\x0b\x32\x17.osfl.payload.v1.Tensor\"\x8c\x01\n\x10LatentStatistics\x12\'\n\x06\x63ounts\x18\x01 \x01(\x0b\x32\x17.osfl.payload.v1.Tensor\x12%\n\x04sums\x18\x02 \x01(\x0b\x32\x17.osfl.payload.v1.Tensor\x12(\n\x07squares\x18\x03 \x01(\x0b\x32\x17.osfl.payload.v1.Tensor\"1\n\x08\x43\x61ptions\x12%\n\x05texts\x18\x01 \x03(\x0b\x32\x16.osfl.payload.v1.Texts\"\x15\n\x05Texts\x12\x0c\n\x04text\x18\x01 \x03(\t\"6\n\nEmbeddings\x12(\n\x07vectors\x18\x01 \x01(\x0b\x32\x17.osfl.payload.v1.Tensor\"\xdb\x01\n\x08\x43oncepts\x12\'\n\x06\x64omain\x18\x01 \x01(\x0b\x32\x17.osfl.payload.v1.Tensor\x12(\n\x07vectors\x18\x02 \x01(\x0b\x32\x17.osfl.payload.v1.Tensor\x12\'\n\x06labels\x18\x03 \x01(\x0b\x32\x17.osfl.payload.v1.Tensor\x12&\n\x05means\x18\x04 \x01(\x0b\x32\x17.osfl.payload.v1.Tensor\x12+\n\ndeviations\x18\x05 \x01(\x0b\x32\x17.osfl.payload.v1.Tensor\"a\n\x0c\x44omainVector\x12\'\n\x06\x64omain\x18\x01 \x01(\x0b\x32\x17.osfl.payload.v1.Tensor\x12(\n\x07offsets\x18\x02 \x01(\x0b\x32\x17.osfl.payload.v1.Tensor\"\xbd\x01\n\x11\x46\x65\x61tureStatistics\x12\'\n\x06\x63ounts\x18\x01 \x01(\x0b\x32\x17.osfl.payload.v1.Tensor\x12%\n\x04sums\x18\x02 \x01(\x0b\x32\x17.osfl.payload.v1.Tensor\x12)\n\x08triangle\x18\x04 \x01(\x0b\x32\x17.osfl.payload.v1.Tensor\x12\'\n\x06\x66\x61\x63tor\x18\x05 \x01(\x0b\x32\x17.osfl.payload.v1.TensorJ\x04\x08\x03\x10\x04\"\xb8\x01\n\x0f\x46\x65\x61tureMixtures\x12\'\n\x06\x63ounts\x18\x01 \x01(\x0b\x32\x17.osfl.payload.v1.Tensor\x12(\n\x07weights\x18\x02 \x01(\x0b\x32\x17.osfl.payload.v1.Tensor\x12&\n\x05means\x18\x03 \x01(\x0b\x32\x17.osfl.payload.v1.Tensor\x12*\n\tvariances\x18\x04 \x01(\x0b\x32\x17.osfl.payload.v1.Tensor\"1\n\x05Votes\x12(\n\x07winners\x18\x01 \x01(\x0b\x32\x17.osfl.payload.v1.Tensor\"\x16\n\x06\x44omain\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x15\n\x05Joint\x12\x0c\n\x04part\x18\x01 \x03(\x0c\"k\n\x06Masked\x12\x0e\n\x06roster\x18\x01 \x01(\t\x12(\n\x07numbers\x18\x02 \x01(\x0b\x32\x17.osfl.payload.v1.Tensor\x12\'\n\x06shares\x18\x03 \x01(\x0b\x32\x17.osfl.payload.v1.Tensor\"\x81\x01\n\x06Tensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x04\x12%\n\x05\x64type\x18\x03 \x01(\x0e\x32\x16.osfl.payload.v1.DType\x12%\n\x05\x63odec\x18\x04 \x01(\x0e\x32\x16.osfl.payload.v1.Codec\x12\x0c\n\x04\x64\x61ta\x18\x05 \x01(\x0c*S\n\x05\x44Type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x11\n\rDTYPE_FLOAT32\x10\x01\x12\x0f\n\x0b\x44TYPE_INT64\x10\x02\x12\x0f\n\x0b\x44TYPE_UINT8\x10\x03*`\n\x05\x43odec\x12\x15\n\x11\x43ODEC_UNSPECIFIED\x10\x00\x12\r\n\tCODEC_RAW\x10\x01\x12\x11\n\rCODEC_FLOAT16\x10\x02\x12\x0e\n\nCODEC_INT8\x10\x03\x12\x0e\n\nCODEC_INT4\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'osfl.payload.v1.payload_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DTYPE']._serialized_start=2195
-  _globals['_DTYPE']._serialized_end=2278
-  _globals['_CODEC']._serialized_start=2280
-  _globals['_CODEC']._serialized_end=2376
+  _globals['_DTYPE']._serialized_start=2866
+  _globals['_DTYPE']._serialized_end=2949
+  _globals['_CODEC']._serialized_start=2951
+  _globals['_CODEC']._serialized_end=3047
   _globals['_PAYLOAD']._serialized_start=51
-  _globals['_PAYLOAD']._serialized_end=759
-  _globals['_DESCRIPTIONS']._serialized_start=761
-  _globals['_DESCRIPTIONS']._serialized_end=817
-  _globals['_CLASSIFIER']._serialized_start=819
-  _globals['_CLASSIFIER']._serialized_end=893
-  _globals['_ENCODINGS']._serialized_start=895
-  _globals['_ENCODINGS']._serialized_end=948
-  _globals['_MIXTURES']._serialized_start=951
-  _globals['_MIXTURES']._serialized_end=1204
-  _globals['_CAPTIONS']._serialized_start=1206
-  _globals['_CAPTIONS']._serialized_end=1255
-  _globals['_TEXTS']._serialized_start=1257
-  _globals['_TEXTS']._serialized_end=1278
-  _globals['_EMBEDDINGS']._serialized_start=1280
-  _globals['_EMBEDDINGS']._serialized_end=1334
-  _globals['_CONCEPTS']._serialized_start=1337
-  _globals['_CONCEPTS']._serialized_end=1556
-  _globals['_DOMAINVECTOR']._serialized_start=1558
-  _globals['_DOMAINVECTOR']._serialized_end=1655
-  _globals['_FEATURESTATISTICS']._serialized_start=1658
-  _globals['_FEATURESTATISTICS']._serialized_end=1799
-  _globals['_FEATUREMIXTURES']._serialized_start=1802
-  _globals['_FEATUREMIXTURES']._serialized_end=1986
-  _globals['_VOTES']._serialized_start=1988
-  _globals['_VOTES']._serialized_end=2037
-  _globals['_DOMAIN']._serialized_start=2039
-  _globals['_DOMAIN']._serialized_end=2061
-  _globals['_TENSOR']._serialized_start=2064
-  _globals['_TENSOR']._serialized_end=2193
+  _globals['_PAYLOAD']._serialized_end=963
+  _globals['_DESCRIPTIONS']._serialized_start=965
+  _globals['_DESCRIPTIONS']._serialized_end=1021
+  _globals['_CLASSIFIER']._serialized_start=1023
+  _globals['_CLASSIFIER']._serialized_end=1097
+  _globals['_ENCODINGS']._serialized_start=1099
+  _globals['_ENCODINGS']._serialized_end=1152
+  _globals['_MIXTURES']._serialized_start=1155
+  _globals['_MIXTURES']._serialized_end=1408
+  _globals['_LATENTMIXTURE']._serialized_start=1411
+  _globals['_LATENTMIXTURE']._serialized_end=1552
+  _globals['_LATENTSTATISTICS']._serialized_start=1555
+  _globals['_LATENTSTATISTICS']._serialized_end=1695
+  _globals['_CAPTIONS']._serialized_start=1697
+  _globals['_CAPTIONS']._serialized_end=1746
+  _globals['_TEXTS']._serialized_start=1748
+  _globals['_TEXTS']._serialized_end=1769
+  _globals['_EMBEDDINGS']._serialized_start=1771
+  _globals['_EMBEDDINGS']._serialized_end=1825
+  _globals['_CONCEPTS']._serialized_start=1828
+  _globals['_CONCEPTS']._serialized_end=2047
+  _globals['_DOMAINVECTOR']._serialized_start=2049
+  _globals['_DOMAINVECTOR']._serialized_end=2146
+  _globals['_FEATURESTATISTICS']._serialized_start=2149
+  _globals['_FEATURESTATISTICS']._serialized_end=2338
+  _globals['_FEATUREMIXTURES']._serialized_start=2341
+  _globals['_FEATUREMIXTURES']._serialized_end=2525
+  _globals['_VOTES']._serialized_start=2527
+  _globals['_VOTES']._serialized_end=2576
+  _globals['_DOMAIN']._serialized_start=2578
+  _globals['_DOMAIN']._serialized_end=2600
+  _globals['_JOINT']._serialized_start=2602
+  _globals['_JOINT']._serialized_end=2623
+  _globals['_MASKED']._serialized_start=2625
+  _globals['_MASKED']._serialized_end=2732
+  _globals['_TENSOR']._serialized_start=2735
+  _globals['_TENSOR']._serialized_end=2864
 # @@protoc_insertion_point(module_scope)

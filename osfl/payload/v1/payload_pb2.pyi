@@ -32,7 +32,7 @@ CODEC_INT8: Codec
 CODEC_INT4: Codec
 
 class Payload(_message.Message):
-    __slots__ = ("version", "method", "job", "client", "classes", "descriptions", "classifier", "encodings", "mixtures", "captions", "embeddings", "concepts", "domain", "featurestatistics", "featuremixtures", "domainvector", "votes")
+    __slots__ = ("version", "method", "job", "client", "classes", "descriptions", "classifier", "encodings", "mixtures", "captions", "embeddings", "concepts", "domain", "featurestatistics", "featuremixtures", "domainvector", "votes", "latentmixture", "latentstatistics", "joint", "masked")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +50,10 @@ class Payload(_message.Message):
     FEATUREMIXTURES_FIELD_NUMBER: _ClassVar[int]
     DOMAINVECTOR_FIELD_NUMBER: _ClassVar[int]
     VOTES_FIELD_NUMBER: _ClassVar[int]
+    LATENTMIXTURE_FIELD_NUMBER: _ClassVar[int]
+    LATENTSTATISTICS_FIELD_NUMBER: _ClassVar[int]
+    JOINT_FIELD_NUMBER: _ClassVar[int]
+    MASKED_FIELD_NUMBER: _ClassVar[int]
     version: int
     method: str
     job: str
@@ -67,7 +71,11 @@ class Payload(_message.Message):
     featuremixtures: FeatureMixtures
     domainvector: DomainVector
     votes: Votes
-    def __init__(self, version: _Optional[int] = ..., method: _Optional[str] = ..., job: _Optional[str] = ..., client: _Optional[str] = ..., classes: _Optional[_Iterable[str]] = ..., descriptions: _Optional[_Union[Descriptions, _Mapping]] = ..., classifier: _Optional[_Union[Classifier, _Mapping]] = ..., encodings: _Optional[_Union[Encodings, _Mapping]] = ..., mixtures: _Optional[_Union[Mixtures, _Mapping]] = ..., captions: _Optional[_Union[Captions, _Mapping]] = ..., embeddings: _Optional[_Union[Embeddings, _Mapping]] = ..., concepts: _Optional[_Union[Concepts, _Mapping]] = ..., domain: _Optional[_Union[Domain, _Mapping]] = ..., featurestatistics: _Optional[_Union[FeatureStatistics, _Mapping]] = ..., featuremixtures: _Optional[_Union[FeatureMixtures, _Mapping]] = ..., domainvector: _Optional[_Union[DomainVector, _Mapping]] = ..., votes: _Optional[_Union[Votes, _Mapping]] = ...) -> None: ...
+    latentmixture: LatentMixture
+    latentstatistics: LatentStatistics
+    joint: Joint
+    masked: Masked
+    def __init__(self, version: _Optional[int] = ..., method: _Optional[str] = ..., job: _Optional[str] = ..., client: _Optional[str] = ..., classes: _Optional[_Iterable[str]] = ..., descriptions: _Optional[_Union[Descriptions, _Mapping]] = ..., classifier: _Optional[_Union[Classifier, _Mapping]] = ..., encodings: _Optional[_Union[Encodings, _Mapping]] = ..., mixtures: _Optional[_Union[Mixtures, _Mapping]] = ..., captions: _Optional[_Union[Captions, _Mapping]] = ..., embeddings: _Optional[_Union[Embeddings, _Mapping]] = ..., concepts: _Optional[_Union[Concepts, _Mapping]] = ..., domain: _Optional[_Union[Domain, _Mapping]] = ..., featurestatistics: _Optional[_Union[FeatureStatistics, _Mapping]] = ..., featuremixtures: _Optional[_Union[FeatureMixtures, _Mapping]] = ..., domainvector: _Optional[_Union[DomainVector, _Mapping]] = ..., votes: _Optional[_Union[Votes, _Mapping]] = ..., latentmixture: _Optional[_Union[LatentMixture, _Mapping]] = ..., latentstatistics: _Optional[_Union[LatentStatistics, _Mapping]] = ..., joint: _Optional[_Union[Joint, _Mapping]] = ..., masked: _Optional[_Union[Masked, _Mapping]] = ...) -> None: ...
 
 class Descriptions(_message.Message):
     __slots__ = ("vectors",)
@@ -102,6 +110,26 @@ class Mixtures(_message.Message):
     component_means: Tensor
     component_variances: Tensor
     def __init__(self, conditions: _Optional[_Union[Tensor, _Mapping]] = ..., weights: _Optional[_Union[Tensor, _Mapping]] = ..., component_weights: _Optional[_Union[Tensor, _Mapping]] = ..., component_means: _Optional[_Union[Tensor, _Mapping]] = ..., component_variances: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
+
+class LatentMixture(_message.Message):
+    __slots__ = ("weights", "means", "variances")
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    MEANS_FIELD_NUMBER: _ClassVar[int]
+    VARIANCES_FIELD_NUMBER: _ClassVar[int]
+    weights: Tensor
+    means: Tensor
+    variances: Tensor
+    def __init__(self, weights: _Optional[_Union[Tensor, _Mapping]] = ..., means: _Optional[_Union[Tensor, _Mapping]] = ..., variances: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
+
+class LatentStatistics(_message.Message):
+    __slots__ = ("counts", "sums", "squares")
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    SUMS_FIELD_NUMBER: _ClassVar[int]
+    SQUARES_FIELD_NUMBER: _ClassVar[int]
+    counts: Tensor
+    sums: Tensor
+    squares: Tensor
+    def __init__(self, counts: _Optional[_Union[Tensor, _Mapping]] = ..., sums: _Optional[_Union[Tensor, _Mapping]] = ..., squares: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
 
 class Captions(_message.Message):
     __slots__ = ("texts",)
@@ -144,14 +172,16 @@ class DomainVector(_message.Message):
     def __init__(self, domain: _Optional[_Union[Tensor, _Mapping]] = ..., offsets: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
 
 class FeatureStatistics(_message.Message):
-    __slots__ = ("counts", "sums", "moments")
+    __slots__ = ("counts", "sums", "triangle", "factor")
     COUNTS_FIELD_NUMBER: _ClassVar[int]
     SUMS_FIELD_NUMBER: _ClassVar[int]
-    MOMENTS_FIELD_NUMBER: _ClassVar[int]
+    TRIANGLE_FIELD_NUMBER: _ClassVar[int]
+    FACTOR_FIELD_NUMBER: _ClassVar[int]
     counts: Tensor
     sums: Tensor
-    moments: Tensor
-    def __init__(self, counts: _Optional[_Union[Tensor, _Mapping]] = ..., sums: _Optional[_Union[Tensor, _Mapping]] = ..., moments: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
+    triangle: Tensor
+    factor: Tensor
+    def __init__(self, counts: _Optional[_Union[Tensor, _Mapping]] = ..., sums: _Optional[_Union[Tensor, _Mapping]] = ..., triangle: _Optional[_Union[Tensor, _Mapping]] = ..., factor: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
 
 class FeatureMixtures(_message.Message):
     __slots__ = ("counts", "weights", "means", "variances")
@@ -176,6 +206,22 @@ class Domain(_message.Message):
     NAME_FIELD_NUMBER: _ClassVar[int]
     name: str
     def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class Joint(_message.Message):
+    __slots__ = ("part",)
+    PART_FIELD_NUMBER: _ClassVar[int]
+    part: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, part: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class Masked(_message.Message):
+    __slots__ = ("roster", "numbers", "shares")
+    ROSTER_FIELD_NUMBER: _ClassVar[int]
+    NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    SHARES_FIELD_NUMBER: _ClassVar[int]
+    roster: str
+    numbers: Tensor
+    shares: Tensor
+    def __init__(self, roster: _Optional[str] = ..., numbers: _Optional[_Union[Tensor, _Mapping]] = ..., shares: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
 
 class Tensor(_message.Message):
     __slots__ = ("name", "shape", "dtype", "codec", "data")

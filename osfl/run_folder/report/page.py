@@ -1,6 +1,5 @@
 """The report page of a run: `report.html`, a single file that opens offline."""
 
-import warnings
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from osfl.run_folder.report import gain, timeline, versions
 from osfl.run_folder.report.pictures import gallery_of, matrix_url
 from osfl.run_folder.status import split_details
 from osfl.util.text import sanitize
@@ -52,7 +52,7 @@ def human_seconds(count: float) -> str:
 
 
 def scores(cells: np.ndarray) -> dict[str, float]:
-    """Compute balanced accuracy and macro-F1 in percent, with scikit-learn.
+    """Compute balanced accuracy and macro-F1 in percent, as scikit-learn does.
 
     The balanced accuracy ignores classes without a test image. Macro-F1 ignores those of them that
     were never predicted.
@@ -60,30 +60,31 @@ def scores(cells: np.ndarray) -> dict[str, float]:
     Args:
         cells: a confusion matrix, counts of [true class, predicted class].
     """
-    from sklearn.metrics import balanced_accuracy_score, f1_score
-
-    true, predicted = np.nonzero(cells)
-    if not len(true):
+    correct = np.diag(cells)
+    true = cells.sum(axis=1)
+    either = true + cells.sum(axis=0)
+    if not either.any():
         return {"balanced_accuracy": 0.0, "macro_f1": 0.0}
-    images = cells[true, predicted]
-    with warnings.catch_warnings():
-        # scikit-learn warns about predicted classes without a test image, and ignores them
-        warnings.filterwarnings("ignore", message="y_pred contains classes not in y_true")
-        balanced = balanced_accuracy_score(true, predicted, sample_weight=images)
-    macro = f1_score(true, predicted, average="macro", sample_weight=images, zero_division=0)
-    return {"balanced_accuracy": 100 * float(balanced), "macro_f1": 100 * float(macro)}
+    recall = correct[true > 0] / true[true > 0]
+    f1 = 2 * correct[either > 0] / either[either > 0]
+    return {"balanced_accuracy": 100 * float(recall.mean()), "macro_f1": 100 * float(f1.mean())}
+
+
+def compile_page(template: str) -> Any:
+    """Compile a jinja2 template whose texts are sanitized and escaped."""
+    from jinja2 import Environment
+
+    page = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_shown)
+    page.filters.update(bytes=human_bytes, flops=human_flops, seconds=human_seconds)
+    page.filters.update(split_details=split_details, interval=gain.interval_text)
+    return page.from_string(template)
 
 
 @cache
 def _page() -> Any:
-    from jinja2 import Environment
-
     from osfl.run_folder.report.template import TEMPLATE
 
-    page = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_shown)
-    page.filters.update(bytes=human_bytes, flops=human_flops, seconds=human_seconds)
-    page.filters.update(split_details=split_details)
-    return page.from_string(TEMPLATE)
+    return compile_page(TEMPLATE)
 
 
 def _shown(value: Any) -> Any:
@@ -92,7 +93,11 @@ def _shown(value: Any) -> Any:
 
 
 def render(
-    folder: Path, metrics: Mapping[str, Any], classes: Sequence[str], manifest: Sequence[str]
+    folder: Path,
+    metrics: Mapping[str, Any],
+    classes: Sequence[str],
+    manifest: Sequence[str],
+    curves: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """Render the page.
 
@@ -101,8 +106,8 @@ def render(
         metrics: the result of `gather`.
         classes: the run's class names.
         manifest: the lines of `manifest.jsonl`.
+        curves: the result of `curves_of`.
     """
-    phases = _timeline(metrics["phases"])
     return str(
         _page().render(
             m=metrics,
@@ -111,11 +116,14 @@ def render(
             columns=_columns(metrics),
             clients=_clients(metrics),
             gallery=gallery_of(folder, manifest, classes),
+            curves=curves,
             upload=sum(costs.get("upload_bytes", 0) for costs in metrics["clients"].values()),
-            phases=phases,
-            total_seconds=sum(phase["seconds"] for phase in phases),
+            total_seconds=sum(phase["seconds"] for phase in metrics["phases"]),
             rounds=_rounds(metrics["round_seconds"]),
             **_by_class(metrics, classes),
+            **gain.section_values(metrics["gain"]),
+            **timeline.section_values(metrics["timeline"]),
+            **versions.section_values(metrics),
         )
     )
 
@@ -151,7 +159,7 @@ def _by_class(metrics: Mapping[str, Any], classes: Sequence[str]) -> dict[str, A
     matrices = metrics["confusion"][metrics["shown"]].values()
     cells = np.sum([np.array(matrix) for matrix in matrices], axis=0)
     shares = 100 * cells / np.maximum(cells.sum(axis=1, keepdims=True), 1)
-    values: dict[str, Any] = {"by_class": _class_rows(cells, classes)}
+    values: dict[str, Any] = {"by_class": class_rows(cells, classes)}
     if len(cells) > MAX_TABLE_CLASSES:
         values["confusion_map"] = matrix_url(shares)
         values["mistakes"] = _mistakes(cells, shares, classes)
@@ -163,7 +171,7 @@ def _by_class(metrics: Mapping[str, Any], classes: Sequence[str]) -> dict[str, A
     return values
 
 
-def _class_rows(cells: np.ndarray, classes: Sequence[str]) -> list[dict[str, Any]]:
+def class_rows(cells: np.ndarray, classes: Sequence[str]) -> list[dict[str, Any]]:
     """Return a row for each class, by increasing accuracy; those without a test image come last."""
     correct = np.diagonal(cells)
     images = cells.sum(axis=1)
@@ -200,18 +208,6 @@ def _mistakes(
         for true, predicted in zip(*np.unravel_index(order, errors.shape), strict=True)
         if errors[true, predicted]
     ]
-
-
-def _timeline(phases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Place each phase on a time line, in percent of the total time."""
-    total = sum(phase["seconds"] for phase in phases) or 1.0
-    rows = []
-    left = 0.0
-    for phase in phases:
-        width = 100 * phase["seconds"] / total
-        rows.append({**phase, "left": min(left, 99.5), "width": width})
-        left += width
-    return rows
 
 
 def _rounds(seconds: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -141,7 +141,7 @@ def data_url(file: Path, side: int, kind: str) -> str:
 
     with Image.open(file) as image:
         image.thumbnail((side, side))
-        return _url(image if kind == "png" else image.convert("RGB"), kind)
+        return image_url(image if kind == "png" else image.convert("RGB"), kind)
 
 
 def matrix_url(shares: np.ndarray) -> str:
@@ -159,10 +159,11 @@ def matrix_url(shares: np.ndarray) -> str:
     pixels = np.empty((*shares.shape, 4), dtype=np.uint8)
     pixels[..., :3] = BLUE
     pixels[..., 3] = np.round(2.55 * opacity)
-    return _url(Image.fromarray(pixels, "RGBA"), "png")
+    return image_url(Image.fromarray(pixels, "RGBA"), "png")
 
 
-def _url(image: "object", kind: str) -> str:
+def image_url(image: "object", kind: str) -> str:
+    """Encode an image as a data URL that is safe in HTML."""
     from markupsafe import Markup
     from PIL.Image import Image
 

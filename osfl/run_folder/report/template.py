@@ -1,5 +1,15 @@
 """The jinja2 template of `report.html`, in Python because a Flower bundle has no HTML files."""
 
+from osfl.run_folder.report.curves_template import CURVES_STYLE, CURVES_TEMPLATE
+from osfl.run_folder.report.template_parts import (
+    GAIN,
+    KINDS,
+    TIMELINE,
+    TIMELINE_STYLE,
+    VERSIONS,
+    VERSIONS_STYLE,
+)
+
 STYLE = """
 :root { color-scheme:light dark; --paper:#fff; --ink:#1c2430; --soft:#5b6675; --line:#e3e7ec;
   --card:#f6f8fa; --blue:#2463c2; --heat:#d6e4f8; --bar:#2463c2 }
@@ -39,8 +49,6 @@ table.cells { width:auto } .cells th,.cells td { border:0; padding:.1rem .25rem 
 td.shade { background:rgb(36 99 194 / var(--s)) } td.dark { color:#fff }
 img.map { width:min(100%,44rem); image-rendering:pixelated; border:1px solid var(--line) }
 details { margin-top:.6rem } summary { cursor:pointer; color:var(--blue); padding:.2rem 0 }
-.time td:nth-child(3) { width:60% } .time td:nth-child(3) div { background:var(--bar);
-  height:.7rem; border-radius:3px; min-width:2px }
 .bars { display:flex; align-items:flex-end; gap:1px; height:7rem;
   border-bottom:1px solid var(--line) }
 .bars i { flex:1; max-width:2.5rem; background:var(--bar); height:var(--h); min-height:1px }
@@ -52,18 +60,24 @@ code { font-size:.85rem } td code { white-space:normal }
   .cells th { white-space:nowrap }
   .cells tr:first-child th:first-child { white-space:normal; overflow-wrap:normal }
   td.words { min-width:4.5rem } .hint { display:block; margin:.3rem 0; color:var(--soft); font-size:.8rem } .cards { gap:.5rem } .card { padding:.5rem .7rem }
-  .card b { font-size:1.1rem }
-  .time td:nth-child(3) { width:35% } }
+  .card b { font-size:1.1rem } }
+p.lead { font-size:1.12rem; margin:1rem 0 0 }
 """
 
-TEMPLATE = (
-    """<!doctype html>
+HEAD = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'">
-<title>OSFL · {{ m.job_id }}</title>
+"""
+
+TEMPLATE = (
+    HEAD
+    + """<title>OSFL · {{ m.job_id }}</title>
 <style>"""
     + STYLE
+    + CURVES_STYLE
+    + TIMELINE_STYLE
+    + VERSIONS_STYLE
     + """</style></head><body>
 {% macro heat(value) %}
 {% if value is none or value != value %}<td>–</td>{% else %}<td class="heat" style="--w:{{ "%.0f"|format(value) }}%">{{ "%.1f"|format(value) }}</td>{% endif %}
@@ -72,13 +86,20 @@ TEMPLATE = (
 {% macro fold(count, label) %}<details{% if count <= most_open %} open{% endif %}><summary>{{ count }} {{ label }}</summary>{% endmacro %}
 <h1>{{ m.method }}</h1>
 <p class="sub">job <code>{{ m.job_id }}</code> · seed {{ m.seed }} · {{ m.finished }}{% if m.approximations %} · <b>approximate sampling</b>: {{ m.approximations|join(", ") }}{% endif %}</p>
+<p class="lead">{{ m.summary }}</p>
+{% if m.version %}<p class="note">Version {{ m.version.number }} of the model, which continues job <code>{{ m.version.job }}</code>: payloads of {{ m.version.carried|join(", ") or "no client" }} are from there, with their costs and images; new payloads: {{ m.version.new|join(", ") or "none" }}. {{ "Training started from the earlier model" if m.version.from_model else "Trained anew" }}. SHA-256 of all payloads: <code>{{ m.version.payloads[:16] }}</code>.</p>
+{% endif %}
+{% if m.forgotten %}<p class="note">This run has forgotten {{ m.forgotten }} client{{ '' if m.forgotten == 1 else 's' }}: all results are computed without {{ 'it' if m.forgotten == 1 else 'them' }}. The records are in <code>forgotten/</code>.</p>
+{% endif %}
+{% if m.payloads_from %}<p class="note">The payloads are those of job <code>{{ m.payloads_from }}</code>, and so are the clients' costs: no client was asked for a payload, and none sent one.</p>
+{% endif %}
 <div class="cards">
 <div class="card"><b>{% if m.average == m.average %}{{ "%.1f"|format(m.average) }} %{% else %}–{% endif %}</b><span>average accuracy{% if m.accuracy|length > 1 %} ({{ m.shown or "mean of all models" }}){% endif %}</span></div>
 <div class="card"><b>{{ m.clients|length }}</b><span>clients, {{ m.rounds }} round{{ '' if m.rounds == 1 else 's' }}</span></div>
-<div class="card"><b>{{ upload|bytes }}</b><span>uploaded by all clients</span></div>
+<div class="card"><b>{{ (0 if m.payloads_from else upload)|bytes }}</b><span>uploaded by all clients{% if m.payloads_from %}; {{ upload|bytes }} in job {{ m.payloads_from }}{% endif %}</span></div>
 <div class="card"><b>{{ "{:,}".format(m.server.synthetic_images) }}</b><span>synthetic images</span></div>
 {% if m.server.seconds_per_image %}
-<div class="card"><b>{{ "%.3g"|format(m.server.seconds_per_image) }} s</b><span>server, per image</span></div>
+<div class="card"><b>{{ "%.3g"|format(m.server.seconds_per_image) }} s</b><span>of a worker's time, per image</span></div>
 {% endif %}
 {% if total_seconds %}
 <div class="card"><b>{{ total_seconds|seconds }}</b><span>from start to report</span></div>
@@ -89,27 +110,35 @@ TEMPLATE = (
 <ul>{% for warning in m.warnings %}{% set text, details = warning|split_details %}<li>{{ text }}{% if details %}<details><summary>details</summary>{{ details }}</details>{% endif %}</li>{% endfor %}</ul>
 <p class="note">A payload far larger or smaller than the others' is used anyway: an honest client may be an outlier, and a malicious one need not be.</p>
 {% endif %}
+"""
+    + GAIN
+    + """
 {% if m.agreement %}
 <h2>Label consistency of the synthetic images</h2>
 {{ fold(m.agreement|length, "clients") }}
 <div class="wide long"><table><tr><th>client</th><th>score</th><th>score of its weakest class</th><th style="text-align:left">suspicious, or not scored</th></tr>
 {% for client, scores in m.agreement.items() %}
-<tr><td>{{ client }}</td>{{ heat(100 * scores.agreement) }}{{ heat(100 * scores.classes.values()|min) }}<td class="words">{{ scores.doubted }}</td></tr>
+<tr><td>{{ client }}</td>{{ heat(100 * scores.agreement) }}{{ heat(100 * scores.classes.values()|min) }}<td class="words">{{ scores.flagged }}</td></tr>
 {% endfor %}
 </table></div></details>
 <p class="note">The score is the share of comparisons, in percent, in which the diffusion model fits an image better with the prompt of its own class than with that of another class; chance is 50. A label-flipping client, or one whose payload corrupts the sampling, is near chance. So is an honest client if the diffusion model does not know its classes in its domain.</p>
 {% endif %}
 <h2>Accuracy</h2>
-<div class="wide"><table><tr><th>global model</th><th>average</th><th>all images</th><th>balanced</th><th>macro-F1</th></tr>
+<div class="wide"><table><tr><th>global model</th><th>average</th><th>all images</th><th>balanced</th><th>macro-F1</th>{% if m.figures %}<th>AUROC (95 % interval)</th>{% endif %}</tr>
 {% for name, row in m.accuracy.items() %}
-<tr{% if name == m.shown and m.accuracy|length > 1 %} class="shown"{% endif %}><td>{{ name }}</td>{{ heat(row.average) }}{{ heat(m.over_images[name]) }}{{ heat(m.scores[name].balanced_accuracy) }}{{ heat(m.scores[name].macro_f1) }}</tr>
+<tr{% if name == m.shown and m.accuracy|length > 1 %} class="shown"{% endif %}><td>{{ name }}</td>{{ heat(row.average) }}{{ heat(m.over_images[name]) }}{{ heat(m.scores[name].balanced_accuracy) }}{{ heat(m.scores[name].macro_f1) }}{% if m.figures %}{% set area = m.figures.get(name, {}).get("together", {}).get("auroc") %}<td>{% if area %}{{ "%.3f (%.3f to %.3f)"|format(area.value, area.low, area.high) }}{% else %}–{% endif %}</td>{% endif %}</tr>
 {% endfor %}
 </table></div>
 <p class="note">Top-1 accuracy in percent. The average is over clients with equal weights; the other columns are over all clients' test images. Balanced accuracy is the mean of the classes' accuracies. Every client tested the model itself, so its images did not leave it.
-{% if m.config["adaptation.steps"] %}{% for name, adapted in m.adapted.items() %}“{{ name }}, adapted” is not one model: each client fine-tuned its own copy of {{ name }}, for {{ m.config["adaptation.steps"] }} steps on its training images. {{ adapted }} of {{ m.accuracy[name]|length - 1 }} clients reported the result, and the averages are over them{% if adapted < m.accuracy[name]|length - 1 %}; the others have a privacy guarantee, or failed{% endif %}. {% else %}Clients adapted the model to their own images if they could, but none reported the result: with an epsilon none does. {% endfor %}{% endif %}
+{% if m.config["personalization.steps"] %}{% for name, adapted in m.adapted.items() %}“{{ name }}, adapted” is not one model: each client fine-tuned its own copy of {{ name }}, for {{ m.config["personalization.steps"] }} steps on its training images. {{ adapted }} of {{ m.accuracy[name]|length - 1 }} clients reported the result, and the averages are over them{% if adapted < m.accuracy[name]|length - 1 %}; the others have a privacy guarantee, or failed{% endif %}. {% else %}Clients adapted the model to their own images if they could, but none reported the result: with an epsilon none does. {% endfor %}{% endif %}
 {% if m.withheld %}<b>The sites of {{ m.withheld|join(", ") }} withhold their test results (node-config <code>test-results</code>); the averages are over the others.</b> {% endif %}
 {% if m.not_tested %}<b>Not all models were tested by {{ m.not_tested|join(", ") }}; the averages are over the others.</b>{% endif %}</p>
-{% if clients %}
+{% if m.test_only %}
+<p class="note">{% for name, row in m.test_only.items() %}<b>{{ name }} only tests</b> (node-config <code>role</code>){% if row.accuracy|length > 12 %}: {{ "%.1f"|format(row.accuracy.values()|sum / row.accuracy|length) }} % on average over {{ row.accuracy|length }} models, on {{ row.images }} test images{% elif row.accuracy %}: {% for model, value in row.accuracy.items() %}{{ model }} {{ "%.1f"|format(value) }} %{% if not loop.last %}, {% endif %}{% endfor %} on {{ row.images }} test images{% elif name in m.withheld %} and withholds its results{% else %} and reported no result{% endif %}. {% endfor %}No average includes it.</p>
+{% endif %}
+"""
+    + VERSIONS
+    + """{% if clients %}
 <h2>Each client</h2>
 {{ fold(clients|length, "clients") }}
 <div class="wide long"><table><tr><th>client</th><th>test images</th>{% for name in columns %}<th>{{ name }}</th>{% endfor %}{% if m.shown %}<th>balanced</th><th>macro-F1</th>{% endif %}</tr>
@@ -119,11 +148,13 @@ TEMPLATE = (
 </table></div></details>
 {% if m.shown and m.accuracy|length > 1 %}<p class="note">Balanced accuracy and macro-F1 are those of {{ m.shown }}.</p>{% endif %}
 {% endif %}
-{% if m.influence %}
+"""
+    + KINDS
+    + """{% if m.contributions %}
 <h2>Client contributions</h2>
-{{ fold(m.influence|length, "clients") }}
+{{ fold(m.contributions|length, "clients") }}
 <div class="wide long"><table><tr><th>client</th><th>its images that the others' model confirms</th><th>gain on images like its own</th><th>gain on images like the others'</th></tr>
-{% for client, contribution in m.influence.items() %}
+{% for client, contribution in m.contributions.items() %}
 <tr><td>{{ client }}</td>{{ heat(contribution.seen) }}{% for gain in (contribution.own, contribution.others) %}<td>{{ "%+.1f"|format(gain.points) }} ± {{ "%.1f"|format(gain.half) }}</td>{% endfor %}</tr>
 {% endfor %}
 </table></div></details>
@@ -138,7 +169,9 @@ TEMPLATE = (
 {% endfor %}
 </table></div></details>
 {% endif %}
-{% if gallery.first %}
+"""
+    + CURVES_TEMPLATE
+    + """{% if gallery.first %}
 <h2>Synthetic images</h2>
 <p class="hint">{{ swipe }}</p>
 <div class="wide"><table class="cells{% if gallery.small %} small{% endif %}"><tr><th></th>{% for c in gallery.classes %}<th>{{ c }}</th>{% endfor %}</tr>
@@ -183,35 +216,29 @@ TEMPLATE = (
 <div class="bars" role="img" aria-label="seconds of each round">{% for r in rounds %}<i style="--h:{{ "%.1f"|format(r.height) }}%" title="{{ r.title }}"></i>{% endfor %}</div>
 <p class="note">Rounds {{ rounds[0].first }} to {{ rounds[-1].last }}; the longest bar is {{ rounds|map(attribute="seconds")|max|seconds }}{% if rounds[0].first != rounds[0].last %} per round, and each bar is the mean of several rounds{% endif %}. Accuracy is measured only at the end, because the test images stay with the clients.</p>
 {% endif %}
-{% if phases %}
-<h2>Time of each phase</h2>
-<div class="wide"><table class="time"><tr><th>phase</th><th>time</th><th></th></tr>
-{% for p in phases %}
-<tr><td>{{ p.phase }}</td><td>{{ p.seconds|seconds }}</td><td><div style="margin-left:{{ "%.2f"|format(p.left) }}%;width:{{ "%.2f"|format(p.width) }}%"></div></td></tr>
-{% endfor %}
-</table></div>
-<p class="note">Measured by the server's clock, since its last start for this job.</p>
-{% endif %}
+"""
+    + TIMELINE
+    + """
 <h2>Costs</h2>
 {{ fold(m.clients|length, "clients") }}
 <p class="hint">{{ swipe }}</p>
-<div class="wide long"><table><tr><th>client</th><th>upload</th><th>download</th><th>images</th><th>seconds</th><th>compute</th><th>peak memory</th></tr>
+<div class="wide long"><table><tr><th>client</th><th>upload{% if m.payloads_from %} in job {{ m.payloads_from }}{% endif %}</th><th>download</th><th>images</th><th>seconds</th><th>compute</th><th>peak memory</th></tr>
 {% for name, c in m.clients.items() %}
 <tr><td>{{ name }}</td><td>{{ c.upload_bytes|bytes }}</td><td>{% if c.download_bytes is defined %}{{ c.download_bytes|bytes }}{% else %}–{% endif %}</td>
 {% if c.seconds is defined %}<td>{{ "%.0f"|format(c.images) }}</td><td>{{ "%.1f"|format(c.seconds) }}</td><td>{{ c.flops|flops }}</td><td>{{ (c.peak_memory_mb * 1e6)|bytes }}</td>
-{% elif c.epsilon %}<td>not sent</td><td>not sent</td><td>not sent</td><td>not sent</td>
+{% elif c.epsilon or m.config["secure-sum"] and c.upload_bytes %}<td>not sent</td><td>not sent</td><td>not sent</td><td>not sent</td>
 {% else %}<td>–</td><td>0</td><td>0</td><td>–</td>{% endif %}</tr>
 {% endfor %}
 </table></div></details>
-<p class="note">Upload is the serialized payload. Download is the parts of the kit that the client needs, and the global models. Server:
-{{ "%.1f"|format(m.server.synthesis_seconds) }} s of synthesis{% for name, s in m.server.training_seconds.items() %}, {{ "%.1f"|format(s) }} s of training {{ name }}{% if name in m.server.trained_images %} on {{ "{:,}".format(m.server.trained_images[name]) }} images{% endif %}{% endfor %}.</p>
+<p class="note">Upload is the serialized payload{% if m.payloads_from %}, which was sent in job {{ m.payloads_from }}, as images, seconds, compute and memory are of that job{% endif %}. Download is the parts of the kit that the client needs, and the global models. Server:
+{{ "%.1f"|format(m.server.synthesis_seconds) }} s of synthesis, summed over the work units, which may run in parallel{% for name, s in m.server.training_seconds.items() %}, {{ "%.1f"|format(s) }} s of training {{ name }}{% if name in m.server.trained_images %} on {{ "{:,}".format(m.server.trained_images[name]) }} images{% endif %}{% endfor %}.</p>
 {% if m.sends %}
 <h2>What left the clients</h2>
-<p class="note">Each client sent {{ m.sends }}. {% if m.epsilons and m.epsilons[0] > 0 %}Without the protection by differential privacy, it would reveal{% else %}It reveals{% endif %} {{ m.reveals }}.
-{% if m.epsilons and m.epsilons[0] > 0 %}It is differentially private for the replacement of one image, with ε = {{ "%g"|format(m.epsilons[0]) }}{% if m.epsilons|length > 1 %} to {{ "%g"|format(m.epsilons[-1]) }}{% endif %}{% if m.delta %} and δ = {{ "%g"|format(m.delta) }}{% endif %}. The guarantee does not cover which classes a client sends{% if m.delta %}, nor how many images of each it has{% endif %}, nor whether and when it answers or fails.
+<p class="note">{% if m.payloads_from %}In this run no client sent a payload. In job <code>{{ m.payloads_from }}</code> each had sent {{ m.sends }}.{% else %}Each client sent {{ m.sends }}.{% endif %} {% if m.epsilons and m.epsilons[0] > 0 %}Without the protection by differential privacy, it would reveal{% else %}It reveals{% endif %} {{ m.reveals }}.
+{% if m.epsilons and m.epsilons[0] > 0 %}{% if m.config["secure-sum"] %}The sum is, if at least {{ m.config["min-clients"] or m.config["num-clients"] }} clients add their noise,{% else %}It is{% endif %} differentially private for the replacement of one image, with ε = {{ "%g"|format(m.epsilons[0]) }}{% if m.epsilons|length > 1 %} to {{ "%g"|format(m.epsilons[-1]) }}{% endif %}{% if m.delta %} and δ = {{ "%g"|format(m.delta) }}{% endif %}. The guarantee does not cover which classes a client sends{% if m.delta %}, nor how many images of each it has{% endif %}, nor whether and when it answers or fails.
 {% else %}There is no guarantee of differential privacy{% if m.epsilons and m.epsilons[-1] > 0 %} for some clients{% endif %}.
-{% endif %}Beside it, and without a guarantee, each sent {% if not m.epsilons or m.epsilons[0] == 0 %}its costs, and {% endif %}the confusion matrix of its own test images{% if m.withheld %} (except for the sites that withhold it){% endif %}{% if m.adapted %}, also for the model that it adapted to its training images{% endif %}.
-A client can run <code>osfl audit</code> to measure by membership-inference attacks what its payload reveals about its images.</p>
+{% endif %}Beside it, and without a guarantee, each sent {% if (not m.epsilons or m.epsilons[0] == 0) and not m.config["secure-sum"] %}its costs, and {% endif %}the confusion matrix{% if m.figures %} and score histograms{% endif %} of its own test images{% if m.withheld %} (except for the sites that withhold it){% endif %}{% if m.adapted %}, also for the model that it adapted to its training images{% endif %}{% if m.gain %}, also for a model that it trained alone, with the number of images that either model classifies correctly{% endif %}.{% if m.test_only %} Test-only clients sent no more than this of the global models.{% endif %}
+ A client can run <code>osfl audit</code> to measure by membership-inference attacks what its payload reveals about its images.</p>
 {% endif %}
 <h2>Reproduction</h2>
 <p class="note">{{ m.platform }}{% if m.kit_sha256 %} · kit <code>{{ m.kits|join(", ") }}</code>, sha256 <code>{{ m.kit_sha256[:16] }}</code>{% endif %}</p>

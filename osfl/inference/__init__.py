@@ -1,0 +1,1 @@
+"""Use of a run's models outside the run: load them, predict, evaluate."""

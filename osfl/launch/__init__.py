@@ -1,0 +1,1 @@
+"""Start jobs on a local SuperLink or a real one, and follow them to their end."""

@@ -1,0 +1,1 @@
+"""Runs in trackers of experiments: TensorBoard and MLflow, by their own libraries."""

@@ -1,0 +1,1 @@
+"""A local web page on the runs of a folder: `osfl ui`."""
