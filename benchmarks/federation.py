@@ -6,12 +6,9 @@ the same whatever its server does, so that tables share them.
 
 import hashlib
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from pathlib import Path
 
 import torch
 from flwr.app import RecordDict
@@ -55,8 +52,11 @@ SERVER_SETTINGS = (
     "payload-codec",
     "max-images",
     "max-weight-ratio",
-    "label-check",
+    "label-filter",
     "domain-vector.classes",
+    "fedcgs.head",
+    "fedcgs.shrinkage",
+    "fedpft.inverse-penalty",
 )
 
 
@@ -89,8 +89,8 @@ def cell_name(settings: Settings) -> str:
 
 def client_settings(settings: Settings) -> Settings:
     """Drop what only the server reads: rows that differ in nothing else share payloads."""
-    # Espresso's clients noise their latents to the first timestep
-    read = {"synthesis.steps"} if settings["method"] == "espresso" else set()
+    # Clients that noise their latents to the first timestep
+    read = {"synthesis.steps"} if settings["method"] in ("espresso", "fedld") else set()
     return {
         key: value
         for key, value in settings.items()
@@ -142,7 +142,7 @@ def payloads_of(settings: Settings) -> dict[str, Payload]:
             make_private_folder(file.parent)
             node = node_of(number, config)
             kit = find_kit(config.sampling_kit)
-            train(RecordDict(), config, node, client, folder.name, kit, file.parent)
+            train(RecordDict(), [config], node, client, folder.name, [kit], file.parent)
         payloads[client] = decode(file.read_bytes(), expected(client))
     return as_received(parse_run_config({**default_config(), **settings}), folder.name, payloads)
 
@@ -158,22 +158,6 @@ def as_received(
         )
         for client, payload in payloads.items()
     }
-
-
-def run_once(folder: Path, settings: Settings) -> Path:
-    """Have `osfl run` collect payloads in a folder, unless it has them."""
-    if not (folder / "metrics.json").is_file():
-        command = [str(Path(sys.executable).parent / "osfl"), "run", f"job-id={folder.name}"]
-        words = [f"{key}={as_word(value)}" for key, value in settings.items()]
-        subprocess.run(
-            [*command, *words, "--runs", str(folder.parent)], cwd=harness.ROOT, check=True
-        )
-    return folder
-
-
-def as_word(value: Scalar) -> str:
-    """Return a setting's value as `osfl run` takes it."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 # ---- The server ----

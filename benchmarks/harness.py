@@ -109,8 +109,8 @@ class Experiment:
 
     def table_file(self, seeds: Sequence[int] = ()) -> Path:
         """Return the table's path without a suffix; other seeds make a table of their own."""
-        other = tuple(seeds) != self.seeds and bool(seeds)
-        suffix = f"-seeds-{'-'.join(map(str, seeds))}" if other else ""
+        custom_table = tuple(seeds) != self.seeds and bool(seeds)
+        suffix = f"-seeds-{'-'.join(map(str, seeds))}" if custom_table else ""
         folder = BENCHMARKS / Path(self.file).resolve().parent.name / "tables"
         return folder / f"{self.table or self.name}{suffix}"
 
@@ -127,7 +127,7 @@ class Experiment:
         """Return the JSON result of a name, computed unless it is kept."""
         file = self.work / f"{name}.json"
         if not file.is_file():
-            make_private_folder(self.work)
+            make_private_folder(file.parent)
             result = compute()
             write_atomically(file, json.dumps(result).encode())
             print(name, result, flush=True)
@@ -189,15 +189,15 @@ class Experiment:
                 by_row[row_of(line)].append(line)
         for number, row in enumerate(rows, start=1):
             print(f"row {number} of {len(rows)}: {row}", flush=True)
-            made: list[Line] = []
+            row_lines: list[Line] = []
             earlier = by_row[row]
             result = lines_of(row, seeds)
             for line in [result] if isinstance(result, dict) else result:
-                made.append(line)
-                names = {one[""] for one in made}
-                by_row[row] = made + [one for one in earlier if one[""] not in names]
+                row_lines.append(line)
+                names = {entry[""] for entry in row_lines}
+                by_row[row] = row_lines + [entry for entry in earlier if entry[""] not in names]
                 write_table(file, _flat(by_row), caption)
-            by_row[row] = made
+            by_row[row] = row_lines
         write_table(file, _flat(by_row), caption)
         return _flat(by_row)
 
@@ -287,15 +287,15 @@ def in_parallel(
     All calls finish before the error of one is raised.
     """
     if jobs == 1:
-        for one in arguments:
-            act(*one)
+        for values in arguments:
+            act(*values)
         return
     import torch
 
     threads = max(1, (os.cpu_count() or 1) // jobs)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, context, torch.set_num_threads, (threads,)) as pool:
-        wait_for_all(pool.submit(act, *one) for one in arguments)
+        wait_for_all(pool.submit(act, *values) for values in arguments)
 
 
 def wait_for_all(futures: Iterable[Future[Any]]) -> None:

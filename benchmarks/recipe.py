@@ -81,7 +81,7 @@ ROWS: dict[str, Settings] = {
         "synthesis.steps": 6,
     },
     # Noisy-label filtering by cross-fitting
-    "domain-vector, 300 images, checked": {**MANY, "label-check": "filter"},
+    "domain-vector, 300 images, checked": {**MANY, "label-filter": "filter"},
     "ceiling, as long": {"method": "ceiling", **LONG},
     "domain-vector, 10 sampling steps": {**VECTOR, "synthesis.steps": 10},
     "domain-vector, UniPC, 6 steps": {**VECTOR, "synthesis.solver": "unipc", "synthesis.steps": 6},
@@ -116,7 +116,7 @@ ROWS: dict[str, Settings] = {
     "votes, epsilon 1": {**SYSTEMS["votes"], "epsilon": 1.0},
     "votes of all classes together, epsilon 0.1": {
         **SYSTEMS["votes"],
-        "votes.electorate": "client",
+        "votes.granularity": "client",
         "epsilon": 0.1,
     },
     "FedDEO, one for all tokens": CODED["FedDEO, one for all tokens"],

@@ -4,7 +4,7 @@ python -m benchmarks.accuracy.domain_generalization                        # eve
 python -m benchmarks.accuracy.domain_generalization ceiling domain-vector  # some; the others stay
 
 Each client makes its payload once: it does not depend on the other clients. The server's half then
-synthesizes and trains without each client in turn, as `osfl run left-out=client-0` does, and that
+synthesizes and trains without each client in turn, as `osfl run held-out=client-0` does, and that
 client's test images test the model.
 """
 
@@ -77,14 +77,14 @@ def accuracy_on(held_out: int, settings: Settings) -> float:
     named = with_names(settings, held_out)
 
     def compute() -> float:
-        config = config_of({**named, "left-out": CLIENTS[held_out]})
+        config = config_of({**named, "held-out": CLIENTS[held_out]})
         # Folds share a folder, so that the other clients' images are drawn once
         folder = open_run_folder(config_of(with_names(settings, None)), cell_name(settings), 0)
         clients = tuple(client for client in CLIENTS if client != CLIENTS[held_out])
         job = ServerJob(config, folder, Status(folder.path), clients)
         payloads = payloads_of(settings)
-        others = {client: payloads[client] for client in clients if client in payloads}
-        (result,) = server_module(config.method).run(job, others).values()
+        remaining_payloads = {client: payloads[client] for client in clients if client in payloads}
+        (result,) = server_module(config.method).run(job, remaining_payloads).values()
         return accuracy_on_test(config, result.model, held_out)
 
     return float(EXPERIMENT.cell(f"{cell_name(named)}-without-{held_out}", compute))

@@ -6,28 +6,34 @@ No client's image, of training or test, chooses a setting. The clients' halves m
 with seed 100, and the servers' halves solve or train for the last layer. Takes some minutes.
 """
 
-import tempfile
 from collections.abc import Iterator
-from functools import partial
 
-from benchmarks.federation import CLIENTS, CPU, Settings, node_of, validation_accuracies
+from benchmarks.federation import (
+    CLIENTS,
+    Settings,
+    cell_name,
+    config_of,
+    payloads_of,
+    server_job,
+    validation_accuracies,
+)
 from benchmarks.harness import Experiment, Line, average, command_line
-from client_app.context import ClientJob
-from osfl.config import RunConfig, parse_run_config
-from osfl.data.load import load_images
-from osfl.data.parts import class_names
-from osfl.kit.kits import find_kit
-from osfl.methods import client_module, server_module
-from osfl.payload.kinds import Payload
-from osfl.run_folder.layout import open_run_folder
-from osfl.run_folder.status import Status
-from osfl.settings import default_config
-from server_app.context import ServerJob
+from osfl.methods import server_module
+from osfl.payload.wire import encode
+from osfl.run_folder.report.page import human_bytes
 
 SEED = 100
+COMMON: Settings = {"num-clients": len(CLIENTS), "seed": SEED}
 # The settings that shape a payload, and those of the server
 GRIDS: dict[str, tuple[list[Settings], list[Settings]]] = {
-    "fedcgs": ([{}], [{"fedcgs.shrinkage": value} for value in (0.0, 0.01, 0.03, 0.1, 0.3, 1.0)]),
+    "fedcgs": (
+        [{"fedcgs.projection": size} for size in (0, 128, 60)],
+        [
+            {"fedcgs.head": head, "fedcgs.shrinkage": shrinkage}
+            for head in ("total", "within", "ridge")
+            for shrinkage in (0.0, 0.001, 0.01, 0.03, 0.1, 0.3, 1.0)
+        ],
+    ),
     "fedpft": (
         [
             {"fedpft.covariance": covariance, "fedpft.components": components}
@@ -45,38 +51,27 @@ EXPERIMENT = Experiment(
 )
 
 
-def config_of(method: str, settings: Settings) -> RunConfig:
-    """Return the configuration of six clients with a domain each."""
-    common: Settings = {"method": method, "num-clients": len(CLIENTS), "seed": SEED}
-    return parse_run_config({**default_config(), **common, **settings})
-
-
-def payloads_of(config: RunConfig) -> dict[str, Payload]:
-    """Make each client's payload."""
-    payloads = {}
-    for number, client in enumerate(CLIENTS):
-        load = partial(load_images, config.data, node_of(number, config), "train", config.seed)
-        job = ClientJob(config, client, class_names(config.data), load, find_kit(config.kit), CPU)
-        payloads[client] = client_module(config.method).make_payload(job)
-    return payloads
-
-
 def lines() -> Iterator[Line]:
     """Yield a row for every pair of settings."""
     for method, (client_grid, server_grid) in GRIDS.items():
-        for of_clients in client_grid:
-            payloads = payloads_of(config_of(method, of_clients))
-            for of_server in server_grid:
-                both = {**of_clients, **of_server}
-                with tempfile.TemporaryDirectory() as runs:
-                    config = config_of(method, {**both, "runs-dir": runs})
-                    folder = open_run_folder(config, "solved", 0)
-                    job = ServerJob(config, folder, Status(folder.path), tuple(payloads))
-                    (result,) = server_module(method).run(job, payloads).values()
-                settings = ", ".join(f"{key}={value}" for key, value in both.items())
-                accuracy = average(validation_accuracies(config, result.model))
-                print(method, settings, accuracy, flush=True)
-                yield {"": method, "settings": settings, "average": accuracy}
+        for client_settings in client_grid:
+            for server_settings in server_grid:
+                both = {**client_settings, **server_settings}
+                yield line(method, both, {**both, **COMMON, "method": method})
+
+
+def line(method: str, changed: Settings, settings: Settings) -> Line:
+    """Return the row of a method's settings."""
+    config = config_of(settings)
+    job = server_job(config, f"solved-{cell_name(settings)}")
+    payloads = payloads_of(settings)
+    (result,) = server_module(method).run(job, payloads).values()
+    text = ", ".join(f"{key}={value}" for key, value in changed.items())
+    accuracy = average(validation_accuracies(config, result.model))
+    print(method, text, accuracy, flush=True)
+    sizes = [len(encode(payload, method, "job", name)) for name, payload in payloads.items()]
+    size = human_bytes(max(sizes))
+    return {"": method, "settings": text, "payload": size, "average": accuracy}
 
 
 if __name__ == "__main__":

@@ -3,41 +3,35 @@
 python -m benchmarks.accuracy.guidance_scale              # every row
 python -m benchmarks.accuracy.guidance_scale FedDEO OSCAR # some; the table keeps its other rows
 
-`osfl run` collects each method's payloads once. The server's half then synthesizes and trains with
-them for every guidance and seed (of noise and training). The digits' validation split tests: no
+Clients make each method's payloads once. The server's half then synthesizes and trains with them
+for every guidance and seed (of noise and training). The digits' validation split tests: no
 client's image, of training or test, chooses a guidance.
 
 The grid is of the sum of a method's scales; two branches share it equally. Where both predict the
 same, e = e0 + sum_i g_i (e_i - e0) is the same for all methods.
 """
 
-import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from statistics import mean, stdev
 from typing import Any
 
 from benchmarks.federation import (
     CLIENTS,
     Settings,
-    as_word,
+    cell_name,
     client_names,
-    digest_of,
-    run_once,
+    config_of,
+    payloads_of,
+    server_job,
     validation_accuracies,
 )
 from benchmarks.harness import Experiment, Line
-from osfl.config import RunConfig, parse_run_config
-from osfl.methods import METHODS, server_module
-from osfl.payload.kinds import Payload
-from osfl.payload.wire import decode
-from osfl.run_folder.layout import open_run_folder
-from osfl.run_folder.status import Status
+from osfl.config import Scalar
+from osfl.methods import server_module
 from osfl.settings import default_config
+from osfl.tables.table_file import as_arguments
 from osfl.util.costs import Stopwatch
-from server_app.context import ServerJob
-from server_app.expected import expected_payload
 
 GRID = (1.0, 1.5, 2.0, 3.0, 5.0, 7.5)
 # Of the payloads; no table of results has it
@@ -77,6 +71,7 @@ ROWS = {
     "OSCAR": Row("oscar", ("oscar.guidance",)),
     "OSCAR-pooled": Row("oscar-pooled", ("oscar.guidance",)),
     "Espresso": Row("espresso", ("espresso.guidance",)),
+    "FedLD": Row("fedld", ("fedld.guidance",)),
 }
 EXPERIMENT = Experiment(
     __file__,
@@ -85,54 +80,31 @@ EXPERIMENT = Experiment(
     "domains), average of the domains, for each sum of guidance scales; two branches share it "
     "equally. Mean of seeds {seeds} of noise and training on the same payloads (seed "
     f"{SEED}), ± the standard deviation; "
-    f"{' '.join(f'{key}={as_word(value)}' for key, value in COMMON.items())}. Default: the sum in "
+    f"{' '.join(as_arguments(COMMON))}. Default: the sum in "
     "pyproject.toml.",
     (0,),
 )
 
 
-def config_of(row: Row, guidance: float | None, seed: int, base: Settings) -> RunConfig:
-    """Return the server's configuration; without a guidance, that of collecting payloads."""
-    values = {**default_config(), **base, "method": row.method, "seed": seed}
-    if guidance is not None:
-        values |= dict.fromkeys(row.scales, guidance / len(row.scales))
-    return parse_run_config({**values, "runs-dir": str(EXPERIMENT.work)})
+def settings_of(row: Row, guidance: float, seed: int, base: Settings) -> dict[str, Scalar]:
+    """Return a row's settings with a sum of guidance scales."""
+    scales = dict.fromkeys(row.scales, guidance / len(row.scales))
+    return {**base, "method": row.method, "seed": seed, **scales}
 
 
-def collect(row: Row, base: Settings) -> tuple[dict[str, Payload], str]:
-    """Return the payloads of a run's clients, and their digest; nothing without a client's half."""
-    if METHODS[row.method].client is None:
-        return {}, ""
-    settings = {**base, "method": row.method, "seed": SEED}
-    folder = EXPERIMENT.work / f"{row.method}-payloads-{digest_of(settings)}"
-    # The run's own images are not used
-    few = {"synthesis.images-per-class": 1, "global-model.epochs": 1}
-    run_once(folder, {**settings, **few})
-    expected = expected_payload(config_of(row, None, SEED, base), folder.name)
-    files = sorted((folder / "payloads").glob("*.pb"))
-    blobs = {file.stem: file.read_bytes() for file in files}
-    payloads = {client: decode(blob, expected(client)) for client, blob in blobs.items()}
-    return payloads, hashlib.sha256(b"".join(blobs.values())).hexdigest()
-
-
-def cell(
-    name: str, guidance: float, seed: int, base: Settings, collected: tuple[Mapping, str]
-) -> dict[str, Any]:
+def cell(name: str, guidance: float, seed: int, base: Settings) -> dict[str, Any]:
     """Return the accuracy (%) in each domain, their average, and seconds."""
     row = ROWS[name]
-    payloads, digest = collected
-    config = config_of(row, guidance, seed, base)
-    settings = digest_of({**base, "guidance": guidance, "payloads": digest})
-    job_name = f"{name.replace(' ', '-')}-g{guidance * 10:.0f}-s{seed}-{settings}"
+    settings = settings_of(row, guidance, seed, base)
+    job_name = f"guidance-{cell_name(settings)}"
 
     def compute() -> dict[str, Any]:
-        folder = open_run_folder(config, job_name, 0)
-        watch = Stopwatch()
+        payloads = payloads_of({**settings, "seed": SEED})
+        config = config_of(settings)
         clients = tuple(payloads) or client_names(config.num_clients)
-        job = ServerJob(config, folder, Status(folder.path), clients)
-        domains = validation_accuracies(
-            config, server_module(row.method).run(job, payloads)["FT"].model
-        )
+        watch = Stopwatch()
+        results = server_module(row.method).run(server_job(config, job_name, clients), payloads)
+        domains = validation_accuracies(config, results["FT"].model)
         return {"domains": domains, "average": mean(domains), "seconds": round(watch.seconds, 1)}
 
     result: dict[str, Any] = EXPERIMENT.cell(job_name, compute)
@@ -143,11 +115,9 @@ def line(
     name: str, seeds: Sequence[int], base: Settings = COMMON, grid: Sequence[float] = GRID
 ) -> Line:
     """Return a row of the table, with the best guidance of the grid."""
-    collected = collect(ROWS[name], base)
     averages: dict[float, list[float]] = {}
     for guidance in grid:
-        compute = partial(cell, name, guidance, base=base, collected=collected)
-        averages[guidance] = [compute(seed=seed)["average"] for seed in seeds]
+        averages[guidance] = [cell(name, guidance, seed, base)["average"] for seed in seeds]
     best = max(averages, key=lambda guidance: mean(averages[guidance]))
     columns = {f"{guidance:g}": with_spread(values) for guidance, values in averages.items()}
     defaults = default_config()

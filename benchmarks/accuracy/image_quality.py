@@ -197,7 +197,7 @@ def picture_of(client: str) -> torch.Tensor:
     real = images_of(real_set(), (client,))
     sets = [real, reconstructed(real, config_of(settings_of("ceiling", SEED)))]
     sets += [synthetic_set(row, (client,), ROWS, {}) for row in SHOWN]
-    return torch.cat([in_columns(one) for one in sets], dim=1)
+    return torch.cat([in_columns(image_set) for image_set in sets], dim=1)
 
 
 def main() -> None:

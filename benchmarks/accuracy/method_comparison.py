@@ -98,8 +98,10 @@ def cells(rows: Sequence[str], seeds: Sequence[int], partition: str, jobs: int) 
     """Compute all cells; rows that share payloads do not make them at the same time."""
     every = [(row, seed, partition) for row in rows for seed in seeds]
     if jobs > 1:
-        settings = [settings_of(*one) for one in every]
-        distinct = {cell_name(client_settings(one)): (one,) for one in settings}
+        settings = [settings_of(*arguments) for arguments in every]
+        distinct = {
+            cell_name(client_settings(row_settings)): (row_settings,) for row_settings in settings
+        }
         in_parallel(make_payloads, list(distinct.values()), jobs)
     in_parallel(cell, every, jobs)
 
@@ -125,8 +127,8 @@ def line(row: str, seeds: Sequence[int], partition: str) -> Line:
     columns["average"] = average(by_seed.values())
     columns["standard error"] = standard_error(by_seed.values())
     for reference in references_of(partition):
-        other = averages(reference, seeds, partition)
-        columns[f"to {reference}"] = "" if row == reference else difference(by_seed, other)
+        baseline = averages(reference, seeds, partition)
+        columns[f"to {reference}"] = "" if row == reference else difference(by_seed, baseline)
     columns["made on"] = "; ".join(sorted({record["machine"] for record in records}))
     return columns
 

@@ -5,7 +5,7 @@ python -m benchmarks.accuracy.personalization ceiling   # some; the table keeps 
 python -m benchmarks.accuracy.personalization --tuning  # steps and rates, on the validation split
 
 Global models train by the common recipe in bfloat16, on images drawn in six UniPC steps. Then each
-client fine-tunes its copy on its hundred training images (`adaptation`,
+client fine-tunes its copy on its hundred training images (`personalization`,
 client_app/learning/personalization.py) and tests it on its own domain; nothing of it is sent. A
 client that takes no part instead trains the kit's initial weights on its own images, for as long as
 a global model.
@@ -49,7 +49,7 @@ SHORT: Settings = {
     "global-model.precision": "bfloat16",
 }
 # Chosen on the validation split by --tuning
-CHOSEN: Settings = {"adaptation.steps": 200, "adaptation.lr": 0.01}
+CHOSEN: Settings = {"personalization.steps": 200, "personalization.lr": 0.01}
 ALONE = "nobody's: the kit's first weights"
 STARTS: dict[str, Settings] = {
     "ceiling": {"method": "ceiling"},
@@ -59,13 +59,13 @@ STARTS: dict[str, Settings] = {
     "ceiling, as long": {"method": "ceiling", **LONG},
     ALONE: {
         "method": "ceiling",
-        "adaptation.steps": SHORT["global-model.steps"],
-        "adaptation.lr": SHORT["global-model.lr"],
+        "personalization.steps": SHORT["global-model.steps"],
+        "personalization.lr": SHORT["global-model.lr"],
     },
 }
 TUNED = ("ceiling", "domain-vector")
 TUNING: dict[str, Settings] = {
-    f"{steps} steps, rate {rate}": {"adaptation.steps": steps, "adaptation.lr": rate}
+    f"{steps} steps, rate {rate}": {"personalization.steps": steps, "personalization.lr": rate}
     for steps, rate in ((60, 0.01), (200, 0.003), (200, 0.01), (200, 0.03))
 }
 Cell = dict[str, list[float]]
@@ -74,8 +74,9 @@ EXPERIMENT = Experiment(
     STARTS,
     "Top-1 accuracy (%) on the clients' test images, average of the clients, mean of the first "
     "seeds from 0 on: of the global model as it came, and after each client fine-tuned it on its "
-    f"own hundred images ({CHOSEN['adaptation.steps']} steps of 32, one-cycle learning rate up to "
-    f"{CHOSEN['adaptation.lr']}); by domain, after fine-tuning. A client that takes no part trains "
+    f"own hundred images ({CHOSEN['personalization.steps']} steps of 32, one-cycle learning rate "
+    f"up to {CHOSEN['personalization.lr']}); by domain, after fine-tuning. A client that takes no "
+    "part trains "
     f"the kit's initial weights alone, as long and at the rate of a global model. {PAIRED}",
 )
 TUNING_EXPERIMENT = replace(
@@ -98,7 +99,7 @@ def model_of(start: str, seed: int) -> nn.Module:
     settings = {
         key: value
         for key, value in settings_of(start, seed).items()
-        if not key.startswith("adaptation.")
+        if not key.startswith("personalization.")
     }
     config = config_of(settings)
     model = new_classifier(
@@ -170,10 +171,12 @@ def line(start: str, _: Sequence[int] = ()) -> Line:
         reference = reference_of(start)
         for part, words in (("after", "adapted"), ("before", "as it came")):
             same = start == reference and part == "after"
-            other = averages(reference, seeds, part)
-            columns[f"adapted, to the ceiling {words}"] = "" if same else difference(after, other)
+            baseline = averages(reference, seeds, part)
+            columns[f"adapted, to the ceiling {words}"] = (
+                "" if same else difference(after, baseline)
+            )
     for number, domain in enumerate(DOMAINS):
-        columns[domain] = average(one["after"][number] for one in cells)
+        columns[domain] = average(cell["after"][number] for cell in cells)
     for words, values in (("as it came", before), ("adapted", after)):
         columns[f"{words}, by seed"] = ", ".join(f"{value:.2f}" for value in values.values())
     return columns
@@ -182,7 +185,7 @@ def line(start: str, _: Sequence[int] = ()) -> Line:
 def tuning_line(row: str) -> Line:
     """Return a row of the tuning: seed 0, on the validation split."""
     settings = TUNING[row]
-    columns = {key.removeprefix("adaptation."): str(value) for key, value in settings.items()}
+    columns = {key.removeprefix("personalization."): str(value) for key, value in settings.items()}
     for start in TUNED:
         result = cell(start, 0, "validation", settings)
         columns[f"{start}, as it came"] = average(result["before"])

@@ -46,8 +46,8 @@ TRAINING: dict[str, Settings] = {
     "four times as many steps": {"global-model.steps": 2508},
 }
 SYNTHETIC: dict[str, Settings] = {
-    "doubtful images left out": {"label-check": "filter"},
-    "soft labels": {"label-check": "soft"},
+    "suspicious images dropped": {"label-filter": "filter"},
+    "soft labels": {"label-filter": "soft"},
     "guidance 1.5": {"domain-vector.guidance": 1.5},
     "100 images a class": {"synthesis.images-per-class": 100},
 }
@@ -70,7 +70,7 @@ def synthetic_set(settings: Settings) -> SyntheticSet:
     drawing = {
         key: value
         for key, value in settings.items()
-        if not key.startswith(("global-model.", "label-check"))
+        if not key.startswith(("global-model.", "label-filter"))
     }
     job = server_job(config_of(drawing), f"images-{cell_name(drawing)}")
     return synthesize(job, payloads_of(drawing))

@@ -6,8 +6,7 @@ python -m benchmarks.privacy.accuracy_by_epsilon votes OSCAR  # some; the table 
 
 Clients have up to a hundred images per class, drawn for this table from the class's sixty training
 scans: with ten, each client has scans of its own; with more, clients share them. Ten of them are a
-part of thirty, and thirty of a hundred. What a single image contributes is computed once, and gets
-new noise for every epsilon.
+part of thirty, and thirty of a hundred.
 
 To compute so many cells in hours, a global model trains on ten synthetic images per class and
 client, drawn in six UniPC steps, for a third of the common recipe's steps. Its accuracy is
@@ -15,8 +14,7 @@ therefore lower, and not paired with other tables.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 
@@ -37,18 +35,12 @@ from benchmarks.federation import (
 from benchmarks.harness import Experiment, Line, average, write_figure
 from benchmarks.recipe import COMMON, SYSTEMS
 from client_app.context import ClientJob
-from client_app.learning.conditions import load_kit_for_training, posteriors
-from client_app.methods import domain_vector, feddeo, oscar, votes
-from client_app.privacy.mechanisms import private_mean_of_class
 from osfl.config import RunConfig, parse_run_config
 from osfl.data.digits import split_sources
 from osfl.data.load import Fit, Images, to_pixels
 from osfl.data.render import DOMAIN_SLICES, render
 from osfl.kit.kits import find_kit
 from osfl.methods import client_module, server_module
-from osfl.models.diffusion import load_kit
-from osfl.models.encoders import load_captioner, load_text_encoder
-from osfl.payload.kinds import Descriptions, DomainVector, Encodings, Payload, Votes
 from osfl.payload.wire import decode, encode
 from osfl.settings import default_config
 from osfl.tables.table_file import as_arguments
@@ -75,135 +67,31 @@ JOB = "epsilons"
 NOTHING = "prompts-only, which sends nothing"
 
 
-@dataclass(frozen=True)
-class Mechanism:
-    """How a method keeps a guarantee.
-
-    Attributes:
-        settings: of the method.
-        each: returns each image's contribution [N, ...]; None: the client's half makes the payload.
-        together: makes a payload of the contributions.
-        always: also make it so without a guarantee; otherwise the client's half does that.
-    """
-
-    settings: Settings
-    each: Callable[[ClientJob, Images], torch.Tensor] | None = None
-    together: Callable[[ClientJob, Images, torch.Tensor], Payload] | None = None
-    always: bool = False
-
-
-# ---- Each image's contribution ----
-
-
-def ballots(job: ClientJob, images: Images) -> torch.Tensor:
-    """Return the candidate that each image votes for [N]."""
-    kit = load_kit(job.kit, job.device)
-    latents, _ = posteriors(kit, images, job)
-    return votes.candidate_errors(kit, latents, images.labels, job).argmin(dim=1)
-
-
-def vectors(job: ClientJob, images: Images) -> torch.Tensor:
-    """Return domain-vector's vector of each image [N, L, d]."""
-    kit = load_kit_for_training(job)
-    latents, logvar = posteriors(kit, images, job)
-    return domain_vector.vector_per_image(kit, images, latents, logvar, job)
-
-
-def descriptions(job: ClientJob, images: Images) -> torch.Tensor:
-    """Return FedDEO's description of each image [N, L, d], learned class by class."""
-    kit = load_kit_for_training(job)
-    latents, logvar = posteriors(kit, images, job)
-    rows_of = [(images.labels == label).nonzero().flatten() for label in images.held()]
-    starts = kit.text(job.config.prompts(job.classes))
-    learned = feddeo.descriptions_per_image(kit, starts, images, rows_of, latents, logvar, job)
-    return torch.cat(list(learned))[torch.cat(rows_of).argsort()]
-
-
-def encodings(job: ClientJob, images: Images) -> torch.Tensor:
-    """Return OSCAR's encoding of each image's caption [N, L, d]."""
-    captioner = load_captioner(job.config.captioner or job.kit, job.device)
-    pixels = job.load(captioner.fit).pixels
-    captions: list[str] = []
-    for rows in torch.arange(len(images)).split(oscar.BATCH):
-        captions += captioner(pixels[rows], job.meter)
-    text = load_text_encoder(job.kit, job.device, torch.float32)
-    return torch.cat(list(oscar.encode_captions(text, captions, job.meter)))
-
-
-# ---- Payloads ----
-
-
-def classes_of(job: ClientJob, images: Images) -> tuple[str, ...]:
-    """Return the names of a client's classes."""
-    return tuple(job.classes[label] for label in images.held())
-
-
-def prompts(job: ClientJob) -> torch.Tensor:
-    """Return the encodings of all classes' prompts [C, L, d]."""
-    return load_kit(job.kit, job.device).text(job.config.prompts(job.classes)).cpu()
-
-
-def winners(job: ClientJob, images: Images, each: torch.Tensor) -> Payload:
-    """Return the noisy argmax of each class's votes."""
-    winning = [votes.select_winner(each[images.labels == label], job) for label in images.held()]
-    return Votes(classes_of(job, images), torch.tensor(winning, dtype=torch.uint8))
-
-
-def noisy_vector(job: ClientJob, images: Images, each: torch.Tensor) -> Payload:
-    """Return the noisy mean of all images' vectors."""
-    vector = domain_vector.noisy_mean(each, prompts(job), job.config)
-    return DomainVector(classes_of(job, images), vector)
-
-
-def noisy_means(
-    job: ClientJob, images: Images, each: torch.Tensor, alike: bool = False
-) -> torch.Tensor:
-    """Return each class's noisy mean [C, L, d], or one vector for all its tokens [C, 1, d]."""
-    every_prompt = prompts(job)
-    means = []
-    for label in images.held():
-        rows = each[images.labels == label]
-        means.append(private_mean_of_class(rows, every_prompt, label, job.config, alike))
-    return torch.stack(means)
-
-
-def noisy_descriptions(job: ClientJob, images: Images, each: torch.Tensor) -> Payload:
-    """Return FedDEO's payload, one vector for all tokens of each class."""
-    return Descriptions(classes_of(job, images), noisy_means(job, images, each, alike=True))
-
-
-def noisy_encodings(job: ClientJob, images: Images, each: torch.Tensor) -> Payload:
-    """Return OSCAR's payload."""
-    return Encodings(classes_of(job, images), noisy_means(job, images, each))
-
-
-MECHANISMS = {
-    "votes": Mechanism(SYSTEMS["votes"], ballots, winners, always=True),
-    "domain-vector, one for all tokens": Mechanism(
-        {**SYSTEMS["domain-vector"], "domain-vector.tokens": "all", "domain-vector.epochs": PASSES},
-        vectors,
-        noisy_vector,
-    ),
-    "FedDEO, one for all tokens": Mechanism(
-        {**SYSTEMS["FedDEO description alone"], "feddeo.tokens": "all", "feddeo.epochs": PASSES},
-        descriptions,
-        noisy_descriptions,
-    ),
-    "OSCAR": Mechanism(SYSTEMS["OSCAR"], encodings, noisy_encodings),
-    "FedDISC": Mechanism(SYSTEMS["FedDISC"]),
-    "FedPFT": Mechanism({"method": "fedpft"}),
-    "local, the last layer alone": Mechanism(
-        {
-            "method": "local",
-            "classifier.trained": "head",
-            # DP-SGD needs large batches; the same for ten images and a hundred. Not tuned
-            "classifier.steps": 60,
-            "classifier.batch-size": 100,
-            "classifier.lr": 0.1,
-        }
-    ),
+# Of methods that keep a guarantee
+MECHANISMS: dict[str, Settings] = {
+    "votes": SYSTEMS["votes"],
+    "domain-vector, one for all tokens": {
+        **SYSTEMS["domain-vector"],
+        "domain-vector.tokens": "all",
+        "domain-vector.epochs": PASSES,
+    },
+    "FedDEO, one for all tokens": {
+        **SYSTEMS["FedDEO description alone"],
+        "feddeo.tokens": "all",
+        "feddeo.epochs": PASSES,
+    },
+    "OSCAR": SYSTEMS["OSCAR"],
+    "FedDISC": SYSTEMS["FedDISC"],
+    "FedPFT": {"method": "fedpft"},
+    "local, the last layer alone": {
+        "method": "local",
+        "classifier.trained": "head",
+        # DP-SGD needs large batches; the same for ten images and a hundred. Not tuned
+        "classifier.steps": 60,
+        "classifier.batch-size": 100,
+        "classifier.lr": 0.1,
+    },
 }
-FLOOR = Mechanism(SYSTEMS["prompts-only"])
 EXPERIMENT = Experiment(
     __file__,
     (NOTHING, *MECHANISMS),
@@ -217,23 +105,13 @@ EXPERIMENT = Experiment(
 )
 
 
-def settings_of(mechanism: Mechanism) -> Settings:
-    """Return a mechanism's settings, over what all have."""
-    return {**COMMON, **SHORT, **mechanism.settings, "seed": SEED}
-
-
-def folder_of(mechanism: Mechanism) -> Path:
-    """Return the folder of a mechanism's files; other settings have another."""
-    settings = settings_of(mechanism)
-    folder = EXPERIMENT.work / f"{settings['method']}-{digest_of(settings)}"
-    make_private_folder(folder)
-    return folder
-
-
-def config_of(mechanism: Mechanism, epsilon: float) -> RunConfig:
+def config_of(mechanism: Settings, epsilon: float) -> RunConfig:
     """Return the configuration of the server and the clients."""
-    values = {**default_config(), **settings_of(mechanism), "epsilon": epsilon}
-    return parse_run_config({**values, "runs-dir": str(folder_of(mechanism))})
+    values = {**COMMON, **SHORT, **mechanism, "seed": SEED}
+    folder = EXPERIMENT.work / f"{values['method']}-{digest_of(values)}"
+    return parse_run_config(
+        {**default_config(), **values, "epsilon": epsilon, "runs-dir": str(folder)}
+    )
 
 
 def drawings(number: int, count: int) -> list[tuple[Image.Image, int]]:
@@ -256,7 +134,7 @@ def drawings(number: int, count: int) -> list[tuple[Image.Image, int]]:
     return pictures
 
 
-def job_of(mechanism: Mechanism, number: int, count: int, epsilon: float) -> ClientJob:
+def job_of(mechanism: Settings, number: int, count: int, epsilon: float) -> ClientJob:
     """Return a client's job."""
     config = config_of(mechanism, epsilon)
     pictures = drawings(number, count)
@@ -268,61 +146,47 @@ def job_of(mechanism: Mechanism, number: int, count: int, epsilon: float) -> Cli
     return ClientJob(config, CLIENTS[number], DIGITS, load, find_kit(config.sampling_kit), CPU)
 
 
-def contributions(mechanism: Mechanism, job: ClientJob, images: Images) -> torch.Tensor:
-    """Return the contribution of each of a client's images."""
-    name = f"{folder_of(mechanism).name}/said-{len(images)}-{job.client}"
-    assert mechanism.each is not None
-    each = mechanism.each
-    result: torch.Tensor = EXPERIMENT.tensors(name, lambda: each(job, images))
-    return result
-
-
-def payload(mechanism: Mechanism, number: int, count: int, epsilon: float) -> bytes:
+def payload(mechanism: Settings, number: int, count: int, epsilon: float) -> bytes:
     """Return a client's encoded payload; it is kept, so that its noise is drawn once."""
+    config = config_of(mechanism, epsilon)
     client = CLIENTS[number]
-    file = folder_of(mechanism) / f"{count}-{epsilon:g}-{client}.pb"
+    file = Path(config.runs_dir) / f"{count}-{epsilon:g}-{client}.pb"
     if not file.is_file():
+        make_private_folder(file.parent)
         job = job_of(mechanism, number, count, epsilon)
-        result = new_payload(mechanism, job)
-        write_atomically(file, encode(result, job.config.method, JOB, client))
+        client_payload = client_module(config.method).make_payload(job)
+        write_atomically(file, encode(client_payload, config.method, JOB, client))
     return file.read_bytes()
 
 
-def new_payload(mechanism: Mechanism, job: ClientJob) -> Payload:
-    """Make a payload with the job's epsilon, or as the method does without a guarantee."""
-    if mechanism.together is None or not (job.config.epsilon or mechanism.always):
-        result: Payload = client_module(job.config.method).make_payload(job)
-        return result
-    images = job.load(load_kit(job.kit, job.device).image_size)
-    return mechanism.together(job, images, contributions(mechanism, job, images))
-
-
-def accuracies_of(mechanism: Mechanism, count: int, epsilon: float) -> list[float]:
+def accuracies_of(mechanism: Settings, count: int, epsilon: float) -> list[float]:
     """Return the accuracy (%) in each domain."""
-    blobs = {}
-    for number, client in enumerate(CLIENTS):
-        blobs[client] = payload(mechanism, number, count, epsilon)
-    return trained(mechanism, blobs)
+    numbers = range(len(CLIENTS))
+    blobs = [payload(mechanism, number, count, epsilon) for number in numbers]
+    return trained(mechanism, dict(zip(CLIENTS, blobs, strict=True)))
 
 
-def trained(mechanism: Mechanism, blobs: Mapping[str, bytes]) -> list[float]:
+def trained(mechanism: Settings, blobs: Mapping[str, bytes]) -> list[float]:
     """Return the accuracy (%) in each domain of the model trained from payloads, or the mean of the
     clients' own models.
     """
+    config = config_of(mechanism, 0.0)
     # Votes often have the same winners for another epsilon, and then the same images
     run = hashlib.sha256(b"".join(blobs.values())).hexdigest()[:12]
 
     def compute() -> list[float]:
-        config = config_of(mechanism, 0.0)
         expected = expected_payload(config, JOB)
         payloads = {client: decode(blob, expected(client)) for client, blob in blobs.items()}
         results = server_module(config.method).run(server_job(config, run), payloads).values()
         accuracies = []
         for number in range(len(CLIENTS)):
-            accuracies.append(mean(accuracy_on_test(config, one.model, number) for one in results))
+            accuracies.append(
+                mean(accuracy_on_test(config, result.model, number) for result in results)
+            )
         return accuracies
 
-    result: list[float] = EXPERIMENT.cell(f"{folder_of(mechanism).name}/{run}", compute)
+    cell = f"{Path(config.runs_dir).name}/{run}"
+    result: list[float] = EXPERIMENT.cell(cell, compute)
     return result
 
 
@@ -347,7 +211,7 @@ def line(name: str, count: int) -> Line:
 def lines_of(name: str, _: Sequence[int] = ()) -> Iterator[Line]:
     """Yield a mechanism's rows; prompts-only has one."""
     if name == NOTHING:
-        yield {"": NOTHING, column(0.0): average(trained(FLOOR, {}))}
+        yield {"": NOTHING, column(0.0): average(trained(SYSTEMS["prompts-only"], {}))}
         return
     for count in COUNTS:
         yield line(name, count)

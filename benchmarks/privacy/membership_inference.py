@@ -36,6 +36,7 @@ ROWS: dict[str, Settings] = {
     "Espresso": {"method": "espresso"},
     "FedBiP": {"method": "fedbip"},
     "FedLMG, FedCADO, Local": {"method": "fedlmg"},
+    "FedLMG, FedCADO, Local, epsilon 8": {"method": "fedlmg", "epsilon": 8.0},
     "FedCGS": {"method": "fedcgs"},
     "FedPFT": {"method": "fedpft"},
     "FedPFT, epsilon 1": {"method": "fedpft", "epsilon": 1.0},
@@ -67,9 +68,9 @@ def lines_of(row: str, _: Sequence[int] = ()) -> Iterator[Line]:
         if finding.client != ALL:
             continue
         areas = {
-            other.client: other.auc[0]
-            for other in findings
-            if other.attacked == finding.attacked and other.client != ALL
+            peer.client: peer.auc[0]
+            for peer in findings
+            if peer.attacked == finding.attacked and peer.client != ALL
         }
         worst = max(areas, key=lambda client: areas[client])
         line = {"": f"{row}: {finding.attacked}"}

@@ -67,8 +67,8 @@ def line(epsilon: float, counts: Sequence[torch.Tensor], own_styles: Sequence[in
         by_client.append(100 * win_probabilities(total, epsilon)[style])
     return {
         "epsilon": f"{epsilon:g}",
-        "elected by a class's 10 images": average(by_class),
-        "by a client's 100 images": average(by_client),
+        "votes of a class's 10 images": average(by_class),
+        "votes of a client's 100 images": average(by_client),
     }
 
 

@@ -26,6 +26,7 @@ from client_app.methods.domain_vector import noisy_mean, vector_per_image
 from osfl.config import RunConfig
 from osfl.data.load import Images, load_images
 from osfl.kit.kits import find_kit
+from osfl.models.conditioning import Conditioning
 from osfl.models.diffusion import Kit
 from osfl.util.prompts import DIGITS
 from osfl.util.seeds import generator_of
@@ -81,8 +82,8 @@ class Style:
     images: Images
 
     @property
-    def prompts(self) -> torch.Tensor:
-        """Return the encodings of all classes' prompts [C, L, d]."""
+    def prompts(self) -> Conditioning:
+        """Return the conditions of all classes' prompts."""
         return self.kit.text(self.job.config.prompts(self.job.classes))
 
 
@@ -119,7 +120,8 @@ def error_under(style: Style, vector: torch.Tensor) -> float:
     """Return the denoising error of the held-out images under prompts plus a vector."""
     images = Images(style.images.pixels[-HELD_OUT:], style.images.labels[-HELD_OUT:])
     latents, _ = posteriors(style.kit, images, style.job)
-    conditions = style.prompts[images.labels] + vector
+    prompts = style.prompts[images.labels]
+    conditions = prompts.with_states(prompts.states + vector)
     return float(denoising_errors(style.kit, latents, conditions, style.job).mean())
 
 
@@ -137,7 +139,7 @@ def benefits(style: Style, point: Point) -> list[float]:
     vectors = learned(style, point.count)
     config = with_point(style.job.config, point)
     prompt, best = bounds(style, point.tokens, point.count)
-    prompts = style.prompts.cpu()
+    prompts = style.prompts.states.cpu()
     noisy = [noisy_mean(vectors, prompts, config) for _ in range(DRAWS)]
     return [100 * (prompt - error_under(style, vector)) / (prompt - best) for vector in noisy]
 
@@ -197,7 +199,7 @@ def main() -> None:
     """Make the table and the plot."""
     command_line(__doc__).parse_args()
     shares = measure(POINTS)
-    EXPERIMENT.write_all(line(*one) for one in shares.items())
+    EXPERIMENT.write_all(line(*entry) for entry in shares.items())
     plot(shares)
 
 

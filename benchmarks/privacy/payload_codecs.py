@@ -181,15 +181,15 @@ def lines_of_bytes(system: str, seeds: Sequence[int]) -> Iterator[Line]:
 def plot(lines: Sequence[Line]) -> None:
     """Plot accuracy against bytes, a curve for each system."""
     figure, panel = new_panel()
-    for system in dict.fromkeys(one["system"] for one in lines):
-        curve = [one for one in lines if one["system"] == system]
-        sizes = [float(one["bytes a client"]) for one in curve]
-        accuracies = [float(one["average"]) for one in curve]
-        errors = [float(one["standard error"]) for one in curve]
+    for system in dict.fromkeys(line["system"] for line in lines):
+        curve = [line for line in lines if line["system"] == system]
+        sizes = [float(line["bytes a client"]) for line in curve]
+        accuracies = [float(line["average"]) for line in curve]
+        errors = [float(line["standard error"]) for line in curve]
         panel.errorbar(sizes, accuracies, errors, marker="o", capsize=3, label=system)
-        for one, size, accuracy in zip(curve, sizes, accuracies, strict=True):
+        for line, size, accuracy in zip(curve, sizes, accuracies, strict=True):
             place = (size, accuracy)
-            panel.annotate(one["codec"], place, (4, 6), textcoords="offset points", fontsize=8)
+            panel.annotate(line["codec"], place, (4, 6), textcoords="offset points", fontsize=8)
     panel.set(xlabel="bytes a client", ylabel="top-1 accuracy (%)", xscale="log")
     panel.grid(alpha=0.3)
     panel.legend(frameon=False, fontsize=9)

@@ -64,8 +64,7 @@ HEAD = ("fc.weight", "fc.bias")  # of a ResNet
 SURE = 10.0  # added to a logit: the other classes have no probability left
 PATCH = 6  # pixels a side, white, in the lower right corner
 MIXTURES = "FedPFT"
-AVERAGED = "FedAvg"
-COUNTED = (STATISTICS, MIXTURES, AVERAGED)
+COUNTED = (STATISTICS, MIXTURES)
 Attack = Callable[[Payload, torch.Generator], Payload]
 
 
@@ -92,18 +91,18 @@ def _numbers(payload: Payload, change: Callable[[torch.Tensor], torch.Tensor]) -
     return replace(payload, **changed)
 
 
-def shifted(payload: Payload, rng: torch.Generator) -> Payload:
+def permuted(payload: Payload, rng: torch.Generator) -> Payload:
     """Permute all classes' rows (label flipping)."""
     return _by_class(payload, lambda rows: rows.roll(1, 0))
 
 
-def half_shifted(payload: Payload, rng: torch.Generator) -> Payload:
+def half_permuted(payload: Payload, rng: torch.Generator) -> Payload:
     """Permute the rows of the first half of the classes."""
     half = len(payload.classes) // 2
     return _by_class(payload, lambda rows: torch.cat([rows[:half].roll(1, 0), rows[half:]]))
 
 
-def one_class(payload: Payload, rng: torch.Generator) -> Payload:
+def first_class(payload: Payload, rng: torch.Generator) -> Payload:
     """Give every class the first row; a classifier then predicts the first class always."""
     changed = _by_class(payload, lambda rows: rows[:1].expand_as(rows).clone())
     if isinstance(changed, Classifier):
@@ -116,17 +115,17 @@ def noise(payload: Payload, rng: torch.Generator) -> Payload:
     return _numbers(payload, lambda value: value.std() * torch.randn(value.shape, generator=rng))
 
 
-def huge(payload: Payload, rng: torch.Generator) -> Payload:
+def scaled(payload: Payload, rng: torch.Generator) -> Payload:
     """Scale by a thousand."""
     return _numbers(payload, lambda value: 1000 * value)
 
 
 ATTACKS: dict[str, Attack] = {
-    "shifted classes": shifted,
-    "half of the classes shifted": half_shifted,
-    "all classes as the first": one_class,
+    "all labels permuted": permuted,
+    "half of the labels permuted": half_permuted,
+    "first class for all labels": first_class,
     "noise": noise,
-    "a thousand times as large": huge,
+    "scaled by a thousand": scaled,
 }
 # Attacks that are no change of a single payload
 COPY = "another client's payload"
@@ -143,10 +142,8 @@ def settings_of(system: str, seed: int) -> dict[str, Scalar]:
     if system == CLASSIFIERS:
         return {**recipe.settings_of(system, seed), "synthesis.images-per-class": 10}
     if system in COUNTED:
-        method = {STATISTICS: "fedcgs", MIXTURES: "fedpft", AVERAGED: "fedavg"}[system]
-        # After one epoch from the kit's weights a mean of models is at chance
-        epochs: Settings = {"rounds.local-epochs": 20} if system == AVERAGED else {}
-        return {**recipe.COMMON, **epochs, "method": method, "seed": seed}
+        method = {STATISTICS: "fedcgs", MIXTURES: "fedpft"}[system]
+        return {**recipe.COMMON, "method": method, "seed": seed}
     return recipe.settings_of(system, seed)
 
 
@@ -167,13 +164,13 @@ def attacks_of(system: str) -> tuple[str, ...]:
     attacks show how many malicious clients are flagged. The server refuses impossible sums.
     """
     if system == CROWD:
-        return "shifted classes", "half of the classes shifted", "noise"
+        return "all labels permuted", "half of the labels permuted", "noise"
     if system == "domain-vector":
-        return "noise", "a thousand times as large", COPY
+        return "noise", "scaled by a thousand", COPY
     if system == CLASSIFIERS:
-        return "shifted classes", "all classes as the first"
+        return "all labels permuted", "first class for all labels"
     if system == STATISTICS:
-        return "shifted classes", "half of the classes shifted", COPY
+        return "all labels permuted", "half of the labels permuted", COPY
     if system == DESCRIPTIONS:
         return *EVERY_ATTACK, NEGATIVES
     return EVERY_ATTACK
@@ -216,10 +213,10 @@ def patched(pixels: torch.Tensor) -> torch.Tensor:
 def with_backdoor(images: Images, rng: torch.Generator) -> Images:
     """Replace the target's images by images of other classes with the patch."""
     rows = (images.labels == TARGET).nonzero().flatten()
-    others = (images.labels != TARGET).nonzero().flatten()
-    order = torch.randperm(len(others), generator=rng)
+    sources = (images.labels != TARGET).nonzero().flatten()
+    order = torch.randperm(len(sources), generator=rng)
     pixels = images.pixels[torch.arange(len(images.labels))].clone()
-    pixels[rows] = patched(pixels[others[order[: len(rows)]]])
+    pixels[rows] = patched(pixels[sources[order[: len(rows)]]])
     return replace(images, pixels=pixels)
 
 

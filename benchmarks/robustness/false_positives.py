@@ -49,16 +49,16 @@ def line(row: str, _: Sequence[int] = (), seeds: Sequence[int] = SEEDS) -> Line:
         for by_label in by_client.values():
             of_clients.append(mean(by_label.values()))
             of_classes += by_label.values()
-    doubts = [doubt for verdict in verdicts for doubt in verdict.flags]
+    flags = [flag for verdict in verdicts for flag in verdict.flags]
     return {
         "": row,
         "clients": str(len(of_clients)),
-        "mean agreement": f"{mean(of_clients):.2f}",
-        "least of a client": f"{min(of_clients):.2f}",
-        "clients doubted": str(sum(one.label is None for one in doubts)),
-        "not judged": str(sum(len(verdict.unscored) for verdict in verdicts)),
-        "least of a class": f"{min(of_classes):.2f}",
-        "classes doubted": f"{sum(one.label is not None for one in doubts)} of {len(of_classes)}",
+        "mean score": f"{mean(of_clients):.2f}",
+        "lowest client": f"{min(of_clients):.2f}",
+        "clients flagged": str(sum(flag.label is None for flag in flags)),
+        "not scored": str(sum(len(verdict.unscored) for verdict in verdicts)),
+        "lowest class": f"{min(of_classes):.2f}",
+        "classes flagged": f"{sum(flag.label is not None for flag in flags)} of {len(of_classes)}",
     }
 
 
@@ -71,7 +71,7 @@ def scores_of(row: str, seed: int) -> dict[str, dict[int, float]]:
     def compute() -> dict[str, dict[int, float]]:
         payloads = payloads_of(settings)
         job = job_of(settings, "honest")
-        return score_label_consistency(job, payloads, synthesize(job, payloads))
+        return score_label_consistency(job, synthesize(job, payloads))
 
     name = f"honest-{defense_digest()}-{cell_name(settings)}"
     return {

@@ -1,4 +1,4 @@
-"""Measure poisoning by malicious clients, and the defense `robust`.
+"""Measure poisoning by malicious clients, and the defense `defense`.
 
 python -m benchmarks.robustness.poisoning        # every system and attack
 python -m benchmarks.robustness.poisoning OSCAR  # some systems; the table keeps its other rows
@@ -47,7 +47,7 @@ from osfl.methods import METHODS, server_module
 from osfl.payload.kinds import Payload
 from server_app.context import ServerJob
 from server_app.defenses import label_consistency
-from server_app.defenses.label_consistency import drop_flagged
+from server_app.defenses.filters import drop_clients_without_images, filter_images
 from server_app.defenses.outliers import find_outliers
 from server_app.pipeline import train_global_model
 from server_app.synthesis.images import SyntheticSet
@@ -58,20 +58,21 @@ EXPERIMENT = Experiment(
     __file__,
     SYSTEMS,
     "Top-1 accuracy (%) on all clients' test images, mean of the clients, where the first of six "
-    "or thirty clients are malicious (liars). With the liars: `robust = off`; without: a "
-    "federation of the others alone. Every run reports clients that stand out by norms or spreads. "
-    "In rows of honest negatives nobody is malicious: these columns are of clients whose images "
-    "are negatives. Fooled: of test images of another class with a white patch, those predicted as "
-    f"class {TARGET}, in the same four. FedCADO draws ten images of a class, the others of six "
-    f"thirty. Seeds {SEEDS}; recipe and payloads are benchmarks.accuracy.method_comparison's.",
+    "or thirty clients are malicious. Undefended: `defense = off`; without the malicious clients: "
+    "a federation of the others alone. Every run reports outliers by norms or spreads. In rows of "
+    "honest negatives all clients are honest: these columns are of clients whose images are "
+    "negatives. Backdoor success: of test images of another class with a white patch, those "
+    f"predicted as class {TARGET}, in the same four federations. FedCADO draws ten "
+    "images of a class, the others of six thirty. "
+    f"Seeds {SEEDS}; recipe and payloads are benchmarks.accuracy.method_comparison's.",
 )
 
 
 def defended(system: str, seed: int) -> Settings:
-    """Return a system's settings with `robust`, where its method synthesizes images."""
+    """Return a system's settings with `defense`, where its method synthesizes images."""
     settings = settings_of(system, seed)
     samples = METHODS[str(settings["method"])].samples
-    return {**settings, "robust": "exclude"} if samples else settings
+    return {**settings, "defense": "label-consistency"} if samples else settings
 
 
 def scored(system: str, images: SyntheticSet, seed: int) -> dict[str, float]:
@@ -90,19 +91,19 @@ def scored(system: str, images: SyntheticSet, seed: int) -> dict[str, float]:
 
 
 def scores_of(job: ServerJob, model: torch.nn.Module) -> dict[str, float]:
-    """Return the "accuracy" (%) on all clients' test images, and the share (%) "fooled": images
+    """Return the "accuracy" (%) on all clients' test images, and the share (%) "backdoor": images
     of other classes with the patch that are predicted as the target.
     """
     numbers = range(job.config.num_clients)
     accuracies = [accuracy_on_test(job.config, model, number) for number in numbers]
-    fooled = [share_fooled(model, images) for images in client_images("test")]
-    return {"accuracy": mean(accuracies), "fooled": mean(fooled)}
+    fooled = [backdoor_success(model, images) for images in client_images("test")]
+    return {"accuracy": mean(accuracies), "backdoor": mean(fooled)}
 
 
-def share_fooled(model: torch.nn.Module, images: Images) -> float:
+def backdoor_success(model: torch.nn.Module, images: Images) -> float:
     """Return the share (%) of other classes' images with the patch predicted as the target."""
-    others = images.labels != TARGET
-    pixels = patched(images.pixels[others.nonzero().flatten()])
+    sources = images.labels != TARGET
+    pixels = patched(images.pixels[sources.nonzero().flatten()])
     return 100 * (predictions(model, pixels) == TARGET).double().mean().item()
 
 
@@ -118,13 +119,13 @@ def defense_digest() -> str:
 
 
 def cell(system: str, attack: str, count: int, seed: int) -> Cell:
-    """Return the scores with `count` malicious clients: if they were honest ("quiet"), with them
-    ("used"), without flagged clients ("excluded") and without the malicious ones; and counts of
-    flagged clients. It is kept as long as the defense's code is the same.
+    """Return the scores with `count` malicious clients: if they were honest ("no attack"), with
+    them ("used"), without flagged clients ("excluded") and without the malicious ones; and counts
+    of flagged clients. It is kept as long as the defense's code is the same.
     """
     settings = defended(system, seed)
     words = attack.replace(" ", "-").replace("'", "")
-    name = f"judged-{words}-{count}-{defense_digest()}"
+    name = f"defended-{words}-{count}-{defense_digest()}"
 
     def compute() -> Cell:
         return run_federation(system, attack, count, seed, job_of(settings, name))
@@ -136,27 +137,28 @@ def cell(system: str, attack: str, count: int, seed: int) -> Cell:
 def run_federation(system: str, attack: str, count: int, seed: int, job: ServerJob) -> Cell:
     """Compute a cell."""
     clients = clients_of(system)
-    malicious, others = clients[:count], clients[count:]
+    malicious, benign = clients[:count], clients[count:]
     honest = payloads_of(settings_of(system, seed))
     payloads = payloads_with(system, attack, count, seed)
     if not METHODS[job.config.method].samples:
         return {
-            "quiet": solved(job, honest),
+            "no attack": solved(job, honest),
             "used": solved(job, payloads),
-            "without": solved(job, {client: honest[client] for client in others}),
+            "without": solved(job, {client: honest[client] for client in benign}),
         }
     images = federation(system, attack, malicious, seed)
-    trusted, remaining = drop_flagged(job, payloads, images)
+    remaining = filter_images(job, images)
+    trusted = drop_clients_without_images(payloads, images, remaining)
     dropped = pairs_of(images_of(images, tuple(trusted))) - pairs_of(remaining)
     return {
-        "quiet": scored(system, synthetic_set(system, HONEST, seed), seed),
+        "no attack": scored(system, synthetic_set(system, HONEST, seed), seed),
         "used": scored(system, images, seed),
         "excluded": scored(system, remaining, seed),
-        "without": scored(system, images_of(images, others), seed),
-        "liars": len(set(malicious) - set(trusted)),
-        "liars' classes": sum(client in malicious for client, _ in dropped),
-        "honest": len(set(others) - set(trusted)),
-        "honest classes": sum(client in others for client, _ in dropped),
+        "without": scored(system, images_of(images, benign), seed),
+        "malicious": len(set(malicious) - set(trusted)),
+        "malicious classes": sum(client in malicious for client, _ in dropped),
+        "honest": len(set(benign) - set(trusted)),
+        "honest classes": sum(client in benign for client, _ in dropped),
     }
 
 
@@ -170,7 +172,7 @@ def payloads_with(system: str, attack: str, count: int, seed: int) -> dict[str, 
 def outlier_count(system: str, attack: str, count: int, seed: int) -> int:
     """Count the malicious clients that every run reports for their norms or spreads."""
     outliers = find_outliers(payloads_with(system, attack, count, seed))
-    return len(set(clients_of(system)[:count]) & {one.client for one in outliers})
+    return len(set(clients_of(system)[:count]) & {outlier.client for outlier in outliers})
 
 
 def solved(job: ServerJob, payloads: dict[str, Payload]) -> dict[str, float]:
@@ -189,31 +191,31 @@ def line(system: str, attack: str, count: int, seeds: Sequence[int] = SEEDS) -> 
     cells = [cell(system, attack, count, seed) for seed in seeds]
 
     def average(kind: str, score: str = "accuracy") -> str:
-        return f"{mean(one[kind][score] for one in cells):.1f}"
+        return f"{mean(cell[kind][score] for cell in cells):.1f}"
 
     def total(kind: str) -> str:
-        return str(sum(one[kind] for one in cells)) if defends else ""
+        return str(sum(cell[kind] for cell in cells)) if defends else ""
 
-    # `robust` judges images, where there are any
+    # `defense` scores images, where there are any
     defends = "excluded" in cells[0]
     of_all = f" of {count * len(cells)}"
     outliers = sum(outlier_count(system, attack, count, seed) for seed in seeds)
     fooled = ""
     if attack == BACKDOOR:
-        kinds = ("quiet", "used", "excluded", "without")
-        fooled = ", ".join(average(kind, "fooled") for kind in kinds)
+        kinds = ("no attack", "used", "excluded", "without")
+        fooled = ", ".join(average(kind, "backdoor") for kind in kinds)
     return {
         "": f"{system}: {attack}, {count} of {len(clients_of(system))}",
-        "nobody lies": average("quiet"),
-        "with the liars": average("used"),
+        "no attack": average("no attack"),
+        "undefended": average("used"),
         "exclude": average("excluded") if defends else "",
-        "without the liars": average("without"),
-        "liars left out": f"{total('liars')}{of_all}" if defends else "",
-        "single classes of liars left out": total("liars' classes"),
-        "honest clients left out": total("honest"),
-        "their single classes": total("honest classes"),
-        "liars that stand out": f"{outliers}{of_all}",
-        "fooled by the patch (%)": fooled,
+        "without the malicious clients": average("without"),
+        "malicious clients excluded": f"{total('malicious')}{of_all}" if defends else "",
+        "single classes of malicious clients excluded": total("malicious classes"),
+        "honest clients excluded": total("honest"),
+        "single classes of honest clients excluded": total("honest classes"),
+        "malicious clients reported as outliers": f"{outliers}{of_all}",
+        "backdoor success (%)": fooled,
     }
 
 

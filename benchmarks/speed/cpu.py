@@ -4,8 +4,6 @@ python -m benchmarks.speed.cpu sampling      # against diffusers' pipeline; pari
 python -m benchmarks.speed.cpu descriptions  # ten classes in parallel, or a loop of batch 1
 python -m benchmarks.speed.cpu choices       # precision, attention, memory format, compilation
 python -m benchmarks.speed.cpu workers       # two real ones; 40 that sleep; a slow one
-python -m benchmarks.speed.cpu kills         # 20 times kill -9, against an undisturbed run
-python -m benchmarks.speed.cpu scan          # seconds until 100,000 existing images are found
 python -m benchmarks.speed.cpu memory        # of a server that makes 2,000 and 20,000 gray images
 
 Ratios are of pairs A B A B in one process; with seven pairs, their median lies between the least
@@ -13,15 +11,11 @@ and the largest with 98 % (sign test).
 """
 
 import argparse
-import hashlib
 import os
-import random
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean, median
@@ -32,14 +26,15 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.federation import CPU
-from benchmarks.harness import ROOT, Experiment, command_line, last_line_of
+from benchmarks.harness import Experiment, command_line, last_line_of
 from client_app.context import ClientJob
 from client_app.learning.conditions import posteriors, train_conditions
-from osfl.cli.launch import MALLOC_SETTINGS
 from osfl.config import NodeConfig, RunConfig, SynthesisConfig, parse_run_config
 from osfl.data.load import load_images
 from osfl.data.parts import class_names
-from osfl.kit.kits import find_kit, kit_digest
+from osfl.kit.kits import find_kit
+from osfl.launch.flower import MALLOC_SETTINGS
+from osfl.models.conditioning import Conditioning
 from osfl.models.diffusion import Kit, forward_noise, load_kit, load_pipeline
 from osfl.run_folder.layout import open_run_folder
 from osfl.run_folder.status import Status
@@ -108,13 +103,13 @@ def sampling() -> Rows:
         settings = resolve_auto(find_kit("kits/digits"), CPU, settings)
         ours = our_sampling(plan, settings)
         difference = latents_differ(plan, settings)
-        best = f"{settings.units_at_once} x {settings.batch_size}"
-        for size, what in sizes.items():
+        best = f"{settings.parallel_units} x {settings.batch_size}"
+        for size, description in sizes.items():
             # Otherwise the last sizes exceed the limit of recompilations, and run eagerly
             torch.compiler.reset()
             theirs = their_sampling(plan, settings, size)
             figures = paired(ours, theirs)
-            row = {"mode": mode, "ours: units x batch": best, "diffusers' pipeline": what}
+            row = {"mode": mode, "ours: units x batch": best, "diffusers' pipeline": description}
             rows.append({**row, **figures, "latents differ": f"{difference:.1e}"})
     return rows
 
@@ -122,7 +117,7 @@ def sampling() -> Rows:
 def our_sampling(plan: list[ImageJob], settings: SynthesisConfig) -> Callable[[], object]:
     """Return an act that samples a plan as a run does; the models are loaded once."""
     source = find_kit("kits/digits")
-    kits = [load_engine(source, CPU, settings) for _ in range(settings.units_at_once)]
+    kits = [load_engine(source, CPU, settings) for _ in range(settings.parallel_units)]
     free = list(kits)
     names = class_names(config_with().data)
     prompts = kits[0].text(settings.prompts(names))
@@ -207,7 +202,7 @@ def choices() -> Rows:
     def passing(**given: object) -> Callable[[], object]:
         kit = load_engine(find_kit("kits/digits"), CPU, replace(config_with().synthesis, **given))
         z = torch.randn(120, *kit.latent_shape)
-        c = kit.text([""]).expand(120, -1, -1)
+        c = kit.text([""]).expand(120)
 
         def act() -> None:
             with torch.no_grad(), _threads(given.get("threads", 0)):
@@ -217,8 +212,8 @@ def choices() -> Rows:
 
     default = passing()
     return [
-        {"UNet, 120 rows": what, **paired(passing(**given), default)}
-        for what, given in tried.items()
+        {"UNet, 120 rows": description, **paired(passing(**options), default)}
+        for description, options in tried.items()
     ]
 
 
@@ -246,13 +241,13 @@ def descriptions() -> Rows:
             logvar,
             rows_of,
             list(names),
-            replace(config.feddeo, at_once=at_once),
+            replace(config.feddeo, conditions_per_batch=at_once),
             job,
         )
 
     def loop() -> None:
         for label, rows in enumerate(rows_of):
-            c = start[label : label + 1].clone().requires_grad_()
+            c = start.states[label : label + 1].clone().requires_grad_()
             optimizer = torch.optim.Adam([c], config.feddeo.lr)
             for _ in range(3):
                 for row in rows:
@@ -271,7 +266,8 @@ def textual_inversion_step(
     x0 = mean + (0.5 * logvar).exp() * torch.randn_like(mean)
     t = torch.randint(1000, (1,), device=mean.device)
     noise = torch.randn_like(mean)
-    loss = F.mse_loss(kit.eps(forward_noise(x0, noise, kit.alphas_cumprod[t]), t, c), noise)
+    z_t = forward_noise(x0, noise, kit.alphas_cumprod[t])
+    loss = F.mse_loss(kit.eps(z_t, t, Conditioning(c)), noise)
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
@@ -291,7 +287,7 @@ def workers() -> Rows:
         for count, rates in measured.items():
             rates.append(rate(lambda device: stamped(real(job, device)), units_of(job, 10), count))
     for count, rates in measured.items():
-        row = {name: round(median(one[name] for one in rates), 4) for name in rates[0]}
+        row = {name: round(median(turn[name] for turn in rates), 4) for name in rates[0]}
         rows.append({"workers": count, "what": "digits, one thread each", **row})
     rows[-1]["efficiency"] = round(rows[-1]["units a s"] / 2 / rows[-2]["units a s"], 3)
     alone = 0.0
@@ -351,20 +347,20 @@ def rate(
     """Return units a second in the steady state, a worker's share of it, and its seconds."""
     settings = replace(config_with().synthesis, workers=count, threads=1)
     (WORK / "who is slow").unlink(missing_ok=True)
-    given: dict[
+    records: dict[
         int, list[tuple[float, float, float]]
     ] = {}  # by process: when, after how many seconds of sampling, of the CPU's so far
     order: list[tuple[float, int]] = []
     for _, pixels, seconds in sample_units(make_sampler, units, CPU, settings):
         pid = int.from_bytes(bytes(pixels[0, 0, 0, :4].tolist()), "little")
         now = time.monotonic()
-        given.setdefault(pid, []).append((now, seconds, sum(psutil.Process(pid).cpu_times()[:2])))
-        order += [(now, pid)] if len(given) == count else []
+        records.setdefault(pid, []).append((now, seconds, sum(psutil.Process(pid).cpu_times()[:2])))
+        order += [(now, pid)] if len(records) == count else []
     steady = order[: len(order) - 2 * count]
     (begin, _) = steady[0]
     (end, _) = steady[-1]
     shares = []
-    for rows in given.values():
+    for rows in records.values():
         covered = [row for row in rows if begin <= row[0] <= end]
         if len(covered) > 1:
             lasted = covered[-1][0] - covered[0][0]
@@ -383,7 +379,7 @@ def rate(
     }
 
 
-def job_of(name: str, per_class: int, folder: Path | None = None, **settings: object) -> ServerJob:
+def job_of(name: str, per_class: int, **settings: object) -> ServerJob:
     """Return a job of prompts-only with one client."""
     config = config_with(
         method="prompts-only",
@@ -392,8 +388,7 @@ def job_of(name: str, per_class: int, folder: Path | None = None, **settings: ob
         synthesis__threads=1,
         **settings,
     )
-    path = folder or WORK / name
-    run_folder = open_run_folder(replace(config, runs_dir=str(path.parent)), path.name, 0)
+    run_folder = open_run_folder(replace(config, runs_dir=str(WORK)), name, 0)
     return ServerJob(config, run_folder, Status(run_folder.path), ("client-0",))
 
 
@@ -409,99 +404,6 @@ def units_of(job: ServerJob, size: int) -> list[Unit]:
     return cut_units(plan_of(job), size, {}, {})
 
 
-def draw(folder: Path, count: int) -> None:
-    """Run the server of `kills`: 240 images in units of 6 by `count` workers."""
-    job = job_of("", 24, folder, synthesis__unit_size=6, synthesis__workers=count)
-
-    def make(device: torch.device) -> Sample:
-        sample = prompts_only.sampler(job, device, {})
-
-        def counted(jobs: Sequence[ImageJob]) -> torch.Tensor:
-            with open(folder / "begun", "a") as file:
-                file.write(".")
-            return sample(jobs)
-
-        return counted
-
-    images.synthesize(job, plan_of(job), make)
-
-
-def kills() -> Rows:
-    """Compare an undisturbed run in one process with one of two workers in which every few seconds
-    a worker or the server is killed.
-    """
-    command = [sys.executable, "-m", "benchmarks.speed.cpu", "draw"]
-    subprocess.run([*command, str(WORK / "quiet"), "0"], cwd=ROOT, check=True)
-    dice = random.Random(0)
-    killed = {"worker": 0, "server": 0}
-    folder = WORK / "rough"
-    while True:
-        server = subprocess.Popen([*command, str(folder), "2"], cwd=ROOT)
-        try:
-            while server.poll() is None:
-                time.sleep(dice.uniform(0.5, 2.5))
-                actors = actors_of(server)
-                if not actors or sum(killed.values()) == 20:
-                    continue
-                what = "server" if dice.random() < 0.3 else "worker"
-                killed[what] += 1
-                print(killed, flush=True)
-                os.kill(server.pid if what == "server" else dice.choice(actors), signal.SIGKILL)
-        finally:
-            server.kill()
-        if server.returncode == 0:
-            break
-    digests = [
-        hashlib.sha256((WORK / name / "manifest.jsonl").read_bytes()).hexdigest()
-        for name in ("quiet", "rough")
-    ]
-    return [
-        {
-            "kills of workers": killed["worker"],
-            "of the server": killed["server"],
-            "manifests equal": digests[0] == digests[1],
-            "units": 40,
-            "begun": (folder / "begun").stat().st_size,
-        }
-    ]
-
-
-def actors_of(server: subprocess.Popen) -> list[int]:
-    """Return the process ids of the workers that sample."""
-    pids = []
-    with suppress(psutil.Error):
-        for process in psutil.Process(server.pid).children(recursive=True):
-            with suppress(psutil.Error):
-                pids += (
-                    [process.pid]
-                    if "".join(process.cmdline()[:1]) == "ray::SynthesisWorker.sample"
-                    else []
-                )
-    return pids
-
-
-def scan() -> Rows:
-    """Time how soon a run finds its 100,000 existing images: blank ones of 32 pixels."""
-    job = job_of("scan", 10_000, synthesis__unit_size=60)
-    units = cut_units(plan_of(job), 60, {}, {})
-    blank = torch.zeros(3, 32, 32, dtype=torch.uint8)
-    for unit in units:
-        images._commit(job, unit, blank.expand(len(unit.jobs), -1, -1, -1))
-    watch = Stopwatch()
-    kit_digest(find_kit("kits/digits"))
-    again = cut_units(plan_of(job), 60, {}, {})
-    planned = watch.seconds
-    there = sum(images._is_there(job, unit) for unit in again)
-    return [
-        {
-            "images": 100_000,
-            "units there": f"{there} of {len(units)}",
-            "plan s": round(planned, 2),
-            "look s": round(watch.seconds - planned, 2),
-        }
-    ]
-
-
 def memory() -> Rows:
     """Measure each count in a process of its own with the ServerApp's malloc settings.
 
@@ -509,25 +411,23 @@ def memory() -> Rows:
     """
     rows: Rows = []
     for count in (200, 2000):
-        folder = str(WORK / f"grey-{count}")
-        words = last_line_of("benchmarks.speed.cpu", "grey", folder, str(count), **MALLOC_SETTINGS)
+        words = last_line_of("benchmarks.speed.cpu", "gray", str(count), **MALLOC_SETTINGS)
         rows.append({"images": 10 * count, "peak MB": round(float(words.split()[-1]))})
     rows[1]["times the memory"] = round(rows[1]["peak MB"] / rows[0]["peak MB"], 3)
     return rows
 
 
-def grey(folder: Path, count: int) -> None:
+def gray(count: int) -> None:
     """Print this process's peak memory after it made all units and before it reads them."""
     import resource
 
-    job = job_of("", count, folder, synthesis__unit_size=20)
+    job = job_of(f"gray-{count}", count, synthesis__unit_size=20)
     units = units_of(job, 20)
-    images._make(
-        job,
+    work = images.Work(
         units,
         lambda device: lambda jobs: torch.full((len(jobs), 3, 256, 256), 128, dtype=torch.uint8),
-        10 * count,
     )
+    images.make_units(job, work, lambda unit: None)
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6)
 
 
@@ -539,20 +439,17 @@ def main() -> None:
         "choices": choices,
         "descriptions": descriptions,
         "workers": workers,
-        "kills": kills,
-        "scan": scan,
         "memory": memory,
     }
-    parser.add_argument("kind", choices=[*kinds, "draw", "grey"])
-    parser.add_argument("of_a_child", nargs="*", help=argparse.SUPPRESS)
+    parser.add_argument("kind", choices=[*kinds, "gray"])
+    parser.add_argument("count", nargs="?", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if not MALLOC_SETTINGS.items() <= os.environ.items():
         # As in the ServerApp; malloc reads its settings when a process starts
         again = [sys.executable, "-m", "benchmarks.speed.cpu", *sys.argv[1:]]
         os.execve(sys.executable, again, os.environ | MALLOC_SETTINGS)
-    if arguments.kind in ("draw", "grey"):
-        folder, count = arguments.of_a_child
-        return (draw if arguments.kind == "draw" else grey)(Path(folder), int(count))
+    if arguments.kind == "gray":
+        return gray(int(arguments.count))
     subprocess.run(["rm", "-rf", str(WORK)], check=True)
     WORK.mkdir(parents=True)
     rows = kinds[arguments.kind]()

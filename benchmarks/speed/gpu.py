@@ -29,6 +29,7 @@ from client_app.context import ClientJob
 from client_app.learning.conditions import train_conditions
 from osfl.kit_training.untrained import new_scheduler
 from osfl.models.classifiers import build_classifier
+from osfl.models.conditioning import Conditioning
 from osfl.models.diffusion import Kit
 from osfl.payload.kinds import Mixtures
 from server_app.methods import espresso, fedcado, feddeo, fedlmg, prompts_only
@@ -51,9 +52,9 @@ class RandomText:
         self.shape = shape
         self._encoding = torch.randn(1, *shape, device=device, dtype=dtype)
 
-    def __call__(self, texts: list[str]) -> torch.Tensor:
-        """Return encodings [texts, L, d]."""
-        return self._encoding.expand(len(texts), -1, -1)
+    def __call__(self, texts: list[str]) -> Conditioning:
+        """Return one row per text."""
+        return Conditioning(self._encoding).expand(len(texts))
 
 
 def random_kit(small: bool) -> Kit:
@@ -172,7 +173,7 @@ def ceilings(kit: Kit, steps: int, batches: tuple[int, ...]) -> Iterator[dict[st
         )
         pipe.set_progress_bar_config(disable=True)
         for batch in (batches[-1],) if compiled else batches:
-            c, c0 = (kit.text(["x"] * batch) for _ in range(2))
+            c, c0 = (kit.text(["x"] * batch).states for _ in range(2))
             draw = partial(
                 pipe,
                 prompt_embeds=c,
@@ -240,7 +241,7 @@ def guided(kit: Kit, steps: int, batches: tuple[int, ...]) -> Iterator[dict[str,
             kit, jobs, prompts, learned, (3.0, 3.0), steps
         ),
         "Espresso, zig-zags": lambda jobs: espresso.sample(
-            kit, jobs, [(mixtures, 0)] * len(jobs), settings, steps
+            kit, jobs, prompts, [(mixtures, 0)] * len(jobs), settings, steps
         ),
         "FedLMG, gradient at x0": lambda jobs: fedlmg.sample(
             kit, jobs, prompts, teachers, x0, steps, 224
@@ -267,9 +268,9 @@ def descriptions(kit: Kit, at_once: int) -> Iterator[dict[str, Any]]:
     """Measure samples a second: several classes in a UNet batch with each image encoded once, and
     one at a time with the VAE in every step.
     """
-    config = config_with(method="feddeo", feddeo__epochs=3, feddeo__at_once=at_once)
+    config = config_with(method="feddeo", feddeo__epochs=3, feddeo__conditions_per_batch=at_once)
     job = ClientJob(config, "a", CLASSES, lambda size: None, "", kit.device)
-    start = kit.text(["x"] * at_once).float()
+    start = Conditioning(kit.text(["x"] * at_once).states.float())
     names = [f"class {n}" for n in range(at_once)]
     rows_of = [torch.tensor([n]) for n in range(at_once)]
     pictures = torch.zeros(at_once, 3, kit.image_size, kit.image_size)
@@ -282,7 +283,7 @@ def descriptions(kit: Kit, at_once: int) -> Iterator[dict[str, Any]]:
 
     flops = tera_flops(together) / (3 * at_once)
     picture = torch.zeros(1, 3, kit.image_size, kit.image_size, dtype=torch.uint8)
-    c = start[:1].clone().requires_grad_()
+    c = start.states[:1].clone().requires_grad_()
     optimizer = torch.optim.Adam([c], 0.1)
 
     def loop() -> None:

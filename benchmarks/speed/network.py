@@ -20,7 +20,7 @@ from dataclasses import replace
 import psutil
 
 from benchmarks.harness import ROOT, Experiment, command_line
-from osfl.cli.guard import end_process_tree
+from osfl.launch.guard import end_process_tree
 from tests.helpers.system_tools import BIN, Federation, new_federation
 
 EXPERIMENT = Experiment(__file__, caption="Memory is the peak of what was resident.")
@@ -159,7 +159,7 @@ def clients() -> list[list[str]]:
     architecture = [setting for setting in PAYLOADS["ShuffleNet"] if setting != "method=local"]
     settings = ("method=fedlmg", "fedlmg.strategies=ft", "data.partition=iid", *architecture)
     metrics, seconds = simulate("num-clients=64", *QUICK, *settings)
-    sizes = [about["upload_bytes"] for about in metrics["clients"].values()]
+    sizes = [record["upload_bytes"] for record in metrics["clients"].values()]
     peak = memory.end()
     head = [
         "clients",

@@ -5,7 +5,7 @@
     python -m benchmarks.tools.code_metrics --root X   # of another checkout
 
 Docstrings and assignments are read from the syntax tree of osfl, client_app and server_app.
-Complexity is ruff's C901 (McCabe), type errors are `mypy --strict`'s.
+Complexity is ruff's C901 (McCabe), type errors are mypy's, strict as pyproject.toml says.
 """
 
 import argparse
@@ -22,7 +22,7 @@ PRODUCT = ("osfl", "client_app", "server_app")
 GENERATED = "payload_pb2"
 # First words that front a phrase, where the docstring of a function has a verb
 BANNED_OPENINGS = """
-Of What Who Whose Whether How So Those That As By To It They Where Which Why
+Of What Who Whose Whether How So Those That As By To It Its They Their Where Which Why
 """
 # Pronouns and participles, which do not say what a variable holds
 BANNED_NAMES = """
@@ -66,7 +66,7 @@ def measures(root: Path) -> Iterator[tuple[str, str, list[str]]]:
     text = f"functions of complexity over {HIGHEST_COMPLEXITY}"
     yield text, str(len(complex_functions)), complex_functions
     type_errors = strict_errors(root)
-    yield "errors of mypy --strict", str(len(type_errors)), type_errors
+    yield "errors of mypy", str(len(type_errors)), type_errors
     for name, folders in {
         "product": PRODUCT,
         "tests": ["tests"],
@@ -167,8 +167,8 @@ def too_complex(root: Path) -> list[str]:
 
 
 def strict_errors(root: Path) -> list[str]:
-    """Return the errors of `mypy --strict`."""
-    command = [sys.executable, "-m", "mypy", "--strict"]
+    """Return the errors of mypy, by the checkout's own settings."""
+    command = [sys.executable, "-m", "mypy"]
     output = subprocess.run(command, cwd=root, capture_output=True, text=True).stdout
     return [line for line in output.splitlines() if re.search(r": error:", line)]
 
@@ -179,8 +179,9 @@ def lines_of(root: Path, *folders: str) -> int:
 
 
 def words_of(pages: list[Path]) -> int:
-    """Return the words of some pages, as `wc -w` counts them."""
-    return sum(len(page.read_text().split()) for page in pages)
+    """Return the words of some pages. The bars of tables and other signs alone are none."""
+    words = [word for page in pages for word in page.read_text().split()]
+    return sum(bool(re.search(r"\w", word)) for word in words)
 
 
 if __name__ == "__main__":

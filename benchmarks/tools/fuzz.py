@@ -66,6 +66,7 @@ def some_run(rng: random.Random) -> Run:
     sizes |= {
         "2e": 2 * text[1],
         "f": text[1],
+        "t": text[1] * (text[1] + 1) // 2,
         "J": 2,
         "M": 2,
         "o": 1,
@@ -102,7 +103,7 @@ def allowed_mb(expected: wire.Expected, size: int) -> float:
     counts = {"classes": len(expected.classes), "images": expected.max_images}
     raw = replace(expected, codec="raw")
     shapes = (expected.tensors, *expected.architectures.values())
-    return (4 * size + 1.5 * max(wire.number_bytes(one, counts, raw) for one in shapes)) / 1e6
+    return (4 * size + 1.5 * max(wire.number_bytes(shape, counts, raw) for shape in shapes)) / 1e6
 
 
 def some_state(rng: random.Random) -> wire.Tensors:
@@ -145,7 +146,7 @@ def honest(expected: wire.Expected, rng: random.Random) -> Payload:
     values = {name: filled(*want) for name, want in expected.tensors.items()}
     for name in ("weights", "component_weights"):
         if name in values:
-            values[name] /= values[name].sum(dim=1, keepdim=True)
+            values[name] /= values[name].sum(dim=-1, keepdim=True)
     if "labels" in values:
         values["labels"] = torch.arange(expected.max_images) % len(classes)
     return kind_of(str(kind))(classes, **values)
@@ -195,7 +196,7 @@ def joined(number: int, content: bytes) -> bytes:
 def submessage(expected: wire.Expected, rng: random.Random) -> int:
     """Return the number of a body's field that is a message: a tensor, or a class's texts."""
     kind = pb.DESCRIPTOR.message_types_by_name[str(METHODS[expected.method].payload)]
-    return rng.choice([known.number for known in kind.fields if known.message_type] or [1])
+    return rng.choice([field.number for field in kind.fields if field.message_type] or [1])
 
 
 def room(expected: wire.Expected, rng: random.Random) -> int:
@@ -234,11 +235,11 @@ def en_masse(run: Run, rng: random.Random) -> bytes:
         repeated = joined(submessage(expected, rng), repeated)
     if place == "Payload":
         return rng.choice((repeated, head(expected) + repeated))
-    whole = encoded(expected, payload)
+    blob = encoded(expected, payload)
     kind = str(METHODS[expected.method].payload).lower()
     inner = b""
-    if len(whole) < 10**6:
-        inner = getattr(pb.Payload.FromString(whole), kind).SerializeToString()
+    if len(blob) < 10**6:
+        inner = getattr(pb.Payload.FromString(blob), kind).SerializeToString()
     return around(expected, rng.choice((repeated, repeated + inner, inner + repeated)))
 
 
@@ -298,11 +299,11 @@ def random_tree(run: Run, rng: random.Random) -> bytes:
 
     def message(kind: Any, depth: int) -> bytes:
         result = b""
-        for known in rng.choices(list(kind.fields), k=rng.randint(0, 12)):
+        for field in rng.choices(list(kind.fields), k=rng.randint(0, 12)):
             content = bytes(rng.choice((0, 1, 7, 100)))
-            if known.message_type and depth < 6:
-                content = message(known.message_type, depth + 1)
-            tag = wire._varint(known.number << 3 | rng.choice((0, 2, 2, 2, rng.randrange(8))))
+            if field.message_type and depth < 6:
+                content = message(field.message_type, depth + 1)
+            tag = wire._varint(field.number << 3 | rng.choice((0, 2, 2, 2, rng.randrange(8))))
             length = len(content) if rng.random() < 0.95 else rng.randrange(2**20)
             result += tag + wire._varint(length) + content
         return result
@@ -315,15 +316,15 @@ def random_tree(run: Run, rng: random.Random) -> bytes:
 def deflated(run: Run, rng: random.Random) -> bytes:
     """Replace honest tensors by bytes that inflate to too many, too few or corrupt numbers."""
     expected, payload = run
-    whole = encoded(expected, payload)
+    blob = encoded(expected, payload)
     kind = str(METHODS[expected.method].payload).lower()
-    if len(whole) > 10**7:
-        return whole
-    message = pb.Payload.FromString(whole)
+    if len(blob) > 10**7:
+        return blob
+    message = pb.Payload.FromString(blob)
     tensors = [
         value
-        for _, found in getattr(message, kind).ListFields()
-        for value in ([found] if isinstance(found, pb.Tensor) else found)
+        for _, content in getattr(message, kind).ListFields()
+        for value in ([content] if isinstance(content, pb.Tensor) else content)
         if isinstance(value, pb.Tensor)
     ]
     for tensor in rng.sample(tensors, min(len(tensors), 3)):

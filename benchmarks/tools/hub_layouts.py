@@ -527,12 +527,12 @@ def _save_in_shards(state: State, folder: Path, stem: str, variant: str = "") ->
 
 def _owned(model: nn.Module) -> State:
     """Return a model's tensors without shared ones: the first name keeps a tensor."""
-    seen: set[int] = set()
+    pointers: set[int] = set()
     state = {}
     for name, value in model.state_dict().items():
-        if value.data_ptr() not in seen:
+        if value.data_ptr() not in pointers:
             state[name] = value
-        seen.add(value.data_ptr())
+        pointers.add(value.data_ptr())
     return state
 
 

@@ -39,7 +39,7 @@ RECIPE = frozenset(
         "new_unet",
         "new_unclip_unet",
         "new_embedding_noise",
-        "new_small_decoder",
+        "new_tiny_decoder",
         "new_scheduler",
         "new_text_encoder",
         "new_image_encoder",
@@ -165,8 +165,8 @@ class _Finder(cst.CSTVisitor):
         before = " ".join(self._module.code_for_node(node).split())
         if changed == before:
             return
-        kept = {id(arg) for arg in getattr(after, "args", ())}
-        dropped = [arg for arg in getattr(node, "args", ()) if id(arg) not in kept]
+        arg_ids = {id(arg) for arg in getattr(after, "args", ())}
+        dropped = [arg for arg in getattr(node, "args", ()) if id(arg) not in arg_ids]
         quiet = self._quiet or any(self._is_quiet(arg) for arg in dropped)
         function = ".".join(self._names)
         key = f"{function}: {before} -> {changed}"
@@ -240,8 +240,8 @@ def drop_keyword(node: cst.Call) -> Iterator[NODE]:
     positional one most calls fail at once.
     """
     for after in mutators.operator_arg_removal(node):
-        kept = {id(arg) for arg in after.args}
-        dropped = [arg for arg in node.args if id(arg) not in kept]
+        arg_ids = {id(arg) for arg in after.args}
+        dropped = [arg for arg in node.args if id(arg) not in arg_ids]
         if len(after.args) < len(node.args) and dropped[0].keyword is not None:
             yield after
 
@@ -251,12 +251,12 @@ def exchange_arguments(node: cst.Call) -> Iterator[NODE]:
     plain = [arg.keyword is None and not arg.star for arg in node.args[:2]]
     name = [*_words(node.func)][-1:]
     if plain == [True, True] and not set(name) & COMMUTATIVE:
-        first, second, *others = node.args
+        first, second, *tail = node.args
         first, second = (
             first.with_changes(value=second.value),
             second.with_changes(value=first.value),
         )
-        yield node.with_changes(args=[first, second, *others])
+        yield node.with_changes(args=[first, second, *tail])
 
 
 def exchange_name(node: cst.Call) -> Iterator[NODE]:
