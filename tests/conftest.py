@@ -1,5 +1,6 @@
 """Fixtures shared by all tests."""
 
+import gc
 import os
 
 # A process for each core: threads of one process would only wait for those of another
@@ -11,7 +12,7 @@ os.environ.setdefault("OSFL_ALLOWED_DIRS", "/")
 
 import subprocess
 import sys
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,20 +23,26 @@ from hypothesis import settings
 from tests.helpers.loop_grid import begin_task
 from tests.helpers.settings import ROOT
 from tests.helpers.small_digits import few_digits
-from tests.helpers.tiny_kits import made_once, make_tiny_kit, make_tiny_unclip
+from tests.helpers.tiny_kits import (
+    make_once,
+    make_tiny_autoencoder_kit,
+    make_tiny_kit,
+    make_tiny_pair,
+    make_tiny_unclip,
+)
 
 # An example's seconds say more about the machine than about the code
 settings.register_profile("busy", deadline=None)
 settings.load_profile("busy")
 
 
-def pytest_xdist_auto_num_workers() -> int:
-    """One more than cores.
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """One more than cores if there are system tests.
 
-    A system test waits for half of its time, for processes to start and to notice. Two more took as
-    long.
+    They wait for half of their time, for processes to start and to notice. Two more took as long.
     """
-    return (os.cpu_count() or 1) + 1
+    cores = os.cpu_count() or 1
+    return cores if "not system" in config.option.markexpr else cores + 1
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -52,15 +59,51 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         (i for i in items if i.get_closest_marker("system")),
         key=lambda i: "test_faults" not in i.nodeid,
     )
-    others = [item for item in items if not item.get_closest_marker("system")]
-    others.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
-    step = len(others) // (2 * len(system)) if system else 0
+    plain_items = [item for item in items if not item.get_closest_marker("system")]
+    plain_items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
+    step = len(plain_items) // (2 * len(system)) if system else 0
     items[:] = [
         item
-        for start, one in enumerate(system)
-        for item in (one, *others[start * step : (start + 1) * step])
+        for start, system_item in enumerate(system)
+        for item in (system_item, *plain_items[start * step : (start + 1) * step])
     ]
-    items += others[len(system) * step :]
+    items += plain_items[len(system) * step :]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Import the tests without collecting garbage, and leave their modules out of it afterwards.
+
+    A run collects several times, and would walk through a million objects of libraries each time.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
+
+
+_frozen_modules = 0
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Leave modules out of garbage collections that tests before this one imported.
+
+    Each message of a run ends with a collection, which took a third of a small run's time.
+    """
+    global _frozen_modules
+    if len(sys.modules) > _frozen_modules + 100:
+        gc.collect()
+        gc.freeze()
+        _frozen_modules = len(sys.modules)
+
+
+def pytest_unconfigure() -> None:
+    """Let modules end with their process: triton complains of those that stay."""
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -87,9 +130,10 @@ def home(
     Clients have 30 images to train on and 20 to test on.
 
     FLOPs are counted where a test is marked `flops`: counting takes a quarter of a small run's
-    time.
+    time. A caption of random weights never ends by itself, and has few tokens.
     """
     from osfl.data import digits, load
+    from osfl.methods import oscar
     from osfl.util.costs import FlopMeter
 
     def not_counted(meter: FlopMeter, kind: Hashable, step: Callable[[], Any]) -> Any:
@@ -98,6 +142,7 @@ def home(
 
     if not request.node.get_closest_marker("flops"):
         monkeypatch.setattr(FlopMeter, "_count", not_counted)
+    monkeypatch.setattr(oscar, "CAPTION_TOKENS", 6)
     monkeypatch.setattr(digits, "load_split", partial(few_digits, digits.load_split))
     monkeypatch.setenv("OSFL_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("OSFL_CACHE", str(tmp_path / "cache"))
@@ -117,20 +162,28 @@ def tiny_kit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "tiny"
-    with made_once(folder) as mine:
-        if mine:
-            make_tiny_kit(folder)
-    return folder
+    return make_once(folder, lambda: make_tiny_kit(folder))
 
 
 @pytest.fixture(scope="session")
 def tiny_unclip(tiny_kit: Path) -> Path:
     """The tiny kit in Stable unCLIP's format."""
     folder = tiny_kit.with_name("tiny-unclip")
-    with made_once(folder) as mine:
-        if mine:
-            make_tiny_unclip(tiny_kit, folder)
-    return folder
+    return make_once(folder, lambda: make_tiny_unclip(tiny_kit, folder))
+
+
+@pytest.fixture(scope="session")
+def tiny_pair(tiny_kit: Path) -> Path:
+    """The tiny kit with two text encoders and a pooled vector, as SDXL has."""
+    folder = tiny_kit.with_name("tiny-pair")
+    return make_once(folder, lambda: make_tiny_pair(tiny_kit, folder))
+
+
+@pytest.fixture(scope="session")
+def tiny_autoencoder_kit(tiny_kit: Path) -> Path:
+    """The tiny kit with a tiny autoencoder (TAESD)."""
+    folder = tiny_kit.with_name("tiny-autoencoder")
+    return make_once(folder, lambda: make_tiny_autoencoder_kit(tiny_kit, folder))
 
 
 @pytest.fixture(scope="session")
@@ -140,20 +193,37 @@ def shipped_kit() -> Path:
 
 @pytest.fixture
 def composed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, list[Any]]]:
-    """(c0, conditions) of every call of `compose`, which predicts no noise."""
+    """(c0, branches) of every call of `compose`, which predicts no noise.
+
+    c0 is states; a branch has the states `c`, the `image` and the `scale`.
+    """
+    from types import SimpleNamespace
+
     import torch
 
-    from server_app.methods import espresso, fedbip, feddeo, feddisc, fedlmg, prompts_only
+    from server_app.methods import (
+        espresso,
+        fedbip,
+        feddeo,
+        feddisc,
+        fedlmg,
+        latent_gaussian,
+        prompts_only,
+    )
 
-    seen: list[tuple[Any, list[Any]]] = []
+    calls: list[tuple[Any, list[Any]]] = []
 
     def record(kit, z, t, c0, conditions):  # type: ignore[no-untyped-def]
-        seen.append((c0, list(conditions)))
+        branches = [
+            SimpleNamespace(c=part.c.states, image=part.c.image, scale=part.scale)
+            for part in conditions
+        ]
+        calls.append((c0.states, branches))
         return torch.zeros_like(z)
 
-    for module in (prompts_only, feddeo, fedlmg, feddisc, fedbip, espresso):
+    for module in (prompts_only, feddeo, fedlmg, feddisc, fedbip, espresso, latent_gaussian):
         monkeypatch.setattr(module, "compose", record)
-    return seen
+    return calls
 
 
 @pytest.fixture
@@ -178,5 +248,5 @@ def federation(tmp_path: Path) -> Iterator[Any]:
     """A `system_tools.Federation` in the test's own folder."""
     from tests.helpers.system_tools import new_federation
 
-    with new_federation(tmp_path) as made:
-        yield made
+    with new_federation(tmp_path) as deployment:
+        yield deployment

@@ -1,4 +1,4 @@
-"""What clients learn through the diffusion model, step by step against float64 NumPy.
+"""Conditions that clients learn through the diffusion model, stepwise against float64 NumPy.
 
 The analytic denoiser says e = sqrt(1 - a) / v (z - sqrt(a) mu(c)). The loss of a row is the mean of
 (eps - e)^2 over its D numbers, so that
@@ -39,10 +39,10 @@ from tests.helpers.analytic_clients import (
 
 @pytest.fixture
 def kit(monkeypatch: pytest.MonkeyPatch) -> Kit:
-    made = analytic_kit()
+    bundle = analytic_kit()
     for half in (feddeo_half, espresso_half, fedbip_half):
-        monkeypatch.setattr(half, "load_kit_for_training", lambda job: made)
-    return made
+        monkeypatch.setattr(half, "load_kit_for_training", lambda job: bundle)
+    return bundle
 
 
 # ---- Images ----
@@ -57,8 +57,8 @@ def test_the_encoder_sees_minus_one_to_one() -> None:
 
 
 def test_posteriors_are_the_scaled_latents_mean_and_log_variance(kit: Kit) -> None:
-    """Of more images than one batch; sigma f is the scaled latents' deviation, so their
-    log-variance has 2 ln f more.
+    """More images than one batch; sigma f is the scaled latents' deviation, so their log-variance
+    has 2 ln f more.
     """
     data = images(*[0] * 11)
     mean, logvar = conditions.posteriors(kit, data, job_of(data))
@@ -83,7 +83,7 @@ def test_feddeos_descriptions_are_adams_whole_way(kit: Kit, at_once: int, tokens
         feddeo__epochs=4,
         feddeo__batch_size=2,
         feddeo__lr=0.05,
-        feddeo__at_once=at_once,
+        feddeo__conditions_per_batch=at_once,
         feddeo__tokens=tokens,
     )
     payload = feddeo_half.make_payload(job)
@@ -94,8 +94,8 @@ def test_feddeos_descriptions_are_adams_whole_way(kit: Kit, at_once: int, tokens
         rows = data.labels.numpy() == label
         source = generator(job.config.seed, "feddeo", "client-0", CLASSES[label])
         alike = tokens == "all"
-        own = (start[label], mean[rows], deviation[rows])
-        expected = learned_alone(*own, 4, 2, 0.05, source, alike)
+        inputs = (start[label], mean[rows], deviation[rows])
+        expected = learned_alone(*inputs, 4, 2, 0.05, source, alike)
         moved = expected if alike else expected - start[label]
         assert np.abs(moved).max() > 0.05  # it went somewhere
         np.testing.assert_allclose(numbers(vector), expected, atol=2e-5)
@@ -187,7 +187,7 @@ def one_known_latent(count: int) -> tuple[torch.Tensor, torch.Tensor, np.ndarray
     return x0.repeat(count, 1, 1, 1), torch.full((count, *SHAPE), -200.0), numbers(x0)
 
 
-def test_conditions_are_learned_at_the_timesteps_that_the_unet_is_told(kit: Kit) -> None:
+def test_conditions_are_learned_at_the_unets_timesteps(kit: Kit) -> None:
     mean, logvar, x0 = one_known_latent(500)
     job = job_of(images(0), method="feddeo", feddeo__epochs=40, feddeo__batch_size=500)
     start = analytic.prompts(kit)[:1]
@@ -197,7 +197,7 @@ def test_conditions_are_learned_at_the_timesteps_that_the_unet_is_told(kit: Kit)
     assert_noised_at_the_told_timesteps(kit, x0, 20_000)
 
 
-def test_words_are_learned_at_the_timesteps_that_the_unet_is_told(kit: Kit) -> None:
+def test_words_are_learned_at_the_unets_timesteps(kit: Kit) -> None:
     mean, logvar, x0 = one_known_latent(500)
     job = job_of(images(0), method="fedbip", fedbip__epochs=40, fedbip__batch_size=500)
     owner = torch.zeros(500, dtype=torch.int64)
@@ -206,8 +206,8 @@ def test_words_are_learned_at_the_timesteps_that_the_unet_is_told(kit: Kit) -> N
 
 
 def test_latents_are_drawn_from_their_posteriors(kit: Kit) -> None:
-    """Where the level is low, z_t is x0 but for eps: of 20,000 draws about mean 3 with log-variance
-    ln 4, the deviation is 2.
+    """At a low level z_t is x0 but for eps: 20,000 draws about mean 3 with log-variance ln 4 have
+    deviation 2.
     """
     count = 500
     mean = torch.full((count, *SHAPE), 3.0, dtype=torch.float64)
@@ -262,16 +262,16 @@ def test_fedbips_words_are_adams_whole_way(kit: Kit) -> None:
         t = torch.randint(TIMESTEPS, (len(batch),), generator=source).numpy()
         noise = normal(len(batch), source)
         x0 = mean[batch] + deviation[batch] * normal(len(batch), source)
-        given = [base[k].copy() for k in owner[batch]]
-        for condition, k in zip(given, owner[batch], strict=True):
+        conditions = [base[k].copy() for k in owner[batch]]
+        for condition, k in zip(conditions, owner[batch], strict=True):
             condition[places[k][0]] = domain.value
             condition[places[k][1]] = words.value[k]
         back = gradient_for_the_mean(
-            x0, noise, t, np.concatenate([analytic.mu(c[None]) for c in given])
+            x0, noise, t, np.concatenate([analytic.mu(c[None]) for c in conditions])
         )
         for_domain = np.zeros_like(domain.value)
         for_words = np.zeros_like(words.value)
-        for condition, row, k in zip(given, back, owner[batch], strict=True):
+        for condition, row, k in zip(conditions, back, owner[batch], strict=True):
             gradient = analytic.mu_backward(row[None], len(condition))[0]
             for_domain += gradient[places[k][0]]
             for_words[k] += gradient[places[k][1]]
@@ -307,8 +307,8 @@ def prompts_and_places(
     # what a class's first condition has of S was learned since, unless it was in the first batch
     prompts = {k: np.array(condition) for k, condition in base.items()}
     places = {}
-    for k, found in changed.items():
-        s, v = sorted(found)
+    for k, positions in changed.items():
+        s, v = sorted(positions)
         places[k] = (s, v)
     begin = numbers(unet.calls[0][2])[0][places[owners[0][0]][0]]
     for k, (s, _) in places.items():

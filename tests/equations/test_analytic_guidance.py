@@ -79,11 +79,11 @@ class Guide:
 
     def forward(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The inputs of both BatchNorm layers, and the probabilities, of images about [-1, 1]."""
-        seen = np.clip(x, -1, 1)
+        pixels = np.clip(x, -1, 1)
         if self.size is not None:
             shrink = halving(self.size)
-            seen = np.einsum("oh,pw,bchw->bcop", shrink, shrink, seen)
-        first = ((seen + 1) / 2 - MEAN) / STD
+            pixels = np.einsum("oh,pw,bchw->bcop", shrink, shrink, pixels)
+        first = ((pixels + 1) / 2 - MEAN) / STD
         factor, shift = self.affine(0)
         mixed = np.einsum(
             "oc,bchw->bohw", self.state["1.weight"][:, :, 0, 0], factor * first + shift
@@ -98,7 +98,7 @@ class Guide:
         return -np.log(self.forward(x)[2][np.arange(len(x)), labels])
 
     def gradient(self, x: np.ndarray, labels: np.ndarray) -> np.ndarray:
-        """Of w CE + lambda L_BN for the images. CE: p - onehot at the logits."""
+        """The gradient of w CE + lambda L_BN for the images. CE: p - onehot at the logits."""
         first, second, p = self.forward(x)
         at_logits = self.classifier_weight * (p - np.eye(len(CLASSES))[labels])
         at_flat = (at_logits @ self.state["4.weight"]).reshape(second.shape)
@@ -208,7 +208,7 @@ def settings(**overrides: object) -> FedCADOConfig:
 
 
 def towards(kit: Kit, guidance: float, labels: list[int]) -> np.ndarray:
-    """What classifier-free guidance aims at: mu_0 + g (mu_c - mu_0)."""
+    """The target of classifier-free guidance: mu_0 + g (mu_c - mu_0)."""
     mean = analytic.mu(numbers(analytic.prompts(kit)[labels]))
     return empty_mean(kit) + guidance * (mean - empty_mean(kit))
 
@@ -273,13 +273,13 @@ def test_the_noise_that_fedcado_edits_is_what_is_denoised(monkeypatch: pytest.Mo
     gradient = gradient_of(guides, PLAN, towards(kit, 1.5, LABELS), True)
     fedcado.sample(kit, PLAN, analytic.prompts(kit), teachers_of(networks), config, steps)
     unet: Any = kit.unet
-    given = [numbers(z[: len(PLAN)]) for z, _, _ in unet.calls[:3]]
-    told = [set(t.tolist()) for _, t, _ in unet.calls[:4]]
-    assert told == [{751}, {751}, {751}, {501}]
-    for edits, z in enumerate(given):
+    latents = [numbers(z[: len(PLAN)]) for z, _, _ in unet.calls[:3]]
+    timesteps = [set(t.tolist()) for _, t, _ in unet.calls[:4]]
+    assert timesteps == [{751}, {751}, {751}, {501}]
+    for edits, z in enumerate(latents):
         expected = edited(noise_of(PLAN), steps, gradient, edits, 50.0)
         np.testing.assert_allclose(z, expected, rtol=1e-4, atol=1e-5)
-    assert np.abs(given[2] - given[0]).max() > 0.1
+    assert np.abs(latents[2] - latents[0]).max() > 0.1
 
 
 # ---- What it is for ----

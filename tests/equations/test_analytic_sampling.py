@@ -20,6 +20,7 @@ import torch
 from diffusers import DDIMInverseScheduler
 
 from osfl.config import RunConfig, parse_run_config
+from osfl.models.conditioning import Conditioning
 from osfl.models.diffusion import Kit, ddim_step
 from osfl.payload.kinds import Concepts, Mixtures
 from server_app.methods import espresso, fedbip, feddeo, feddisc, prompts_only
@@ -81,12 +82,12 @@ def test_a_step_ends_where_the_next_begins(spacing: str, steps: int, one: bool) 
     """61 and 103: diffusers' trailing spacing has a step more, at t = -1."""
     rows = ddim_schedule(spaced(spacing, one), steps)
     assert len(rows) == steps
-    taken = [t for t, _, _ in rows]
-    assert taken == sorted(set(taken), reverse=True)
+    timesteps = [t for t, _, _ in rows]
+    assert timesteps == sorted(set(timesteps), reverse=True)
     a = analytic.alphas_cumprod()
     ends = [float(a_prev) for _, _, a_prev in rows]
-    assert ends == pytest.approx([*a[taken[1:]], 1.0 if one else a[0]], rel=1e-5)
-    assert [float(a_t) for _, a_t, _ in rows] == pytest.approx(a[taken], rel=1e-5)
+    assert ends == pytest.approx([*a[timesteps[1:]], 1.0 if one else a[0]], rel=1e-5)
+    assert [float(a_t) for _, a_t, _ in rows] == pytest.approx(a[timesteps], rel=1e-5)
 
 
 @pytest.mark.parametrize("steps", [10, 50, 250])
@@ -105,9 +106,8 @@ def test_an_even_schedule_is_what_it_was(steps: int) -> None:
     ("spacing", "steps"), [("linspace", 10), ("linspace", 61), ("trailing", 61)]
 )
 def test_no_noise_is_left_whatever_the_spacing(spacing: str, steps: int) -> None:
-    """Of a narrow distribution N(mu, 0.05^2), whose samples have the deviation of the closed form.
-
-    By diffusers' fixed gap it would be 0.092 in place of 0.027 after ten steps of linspace.
+    """Samples of a narrow distribution N(mu, 0.05^2) have the deviation of the closed form. With
+    diffusers' fixed gap it would be 0.092 in place of 0.027 after ten steps of linspace.
     """
     kit = spaced(spacing, True)
     s = 0.05
@@ -118,14 +118,16 @@ def test_no_noise_is_left_whatever_the_spacing(spacing: str, steps: int) -> None
 
     # It begins about sqrt(a_T) mu, as if all of the noise had been added
     first = ddim_schedule(kit, steps)[0][0]
-    made = ddim(kit, drawn(4000, *SHAPE) + 3 * a[first].sqrt(), steps, exact)
-    taken = [t for t in kit.scheduler.timesteps.tolist() if t >= 0]
-    levels = np.array([*a[taken], 1.0])
+    samples = ddim(kit, drawn(4000, *SHAPE) + 3 * a[first].sqrt(), steps, exact)
+    timesteps = [t for t in kit.scheduler.timesteps.tolist() if t >= 0]
+    levels = np.array([*a[timesteps], 1.0])
     now, then = levels[:-1], levels[1:]
     factors = np.sqrt(now * then) * s**2 + np.sqrt((1 - now) * (1 - then))
-    assert float(made.std()) == pytest.approx(np.prod(factors / (now * s**2 + 1 - now)), rel=0.02)
-    assert float(made.std()) < s
-    assert float(made.mean()) == pytest.approx(3, abs=0.001)
+    assert float(samples.std()) == pytest.approx(
+        np.prod(factors / (now * s**2 + 1 - now)), rel=0.02
+    )
+    assert float(samples.std()) < s
+    assert float(samples.mean()) == pytest.approx(3, abs=0.001)
 
 
 # ---- The denoiser ----
@@ -140,20 +142,19 @@ def test_the_denoiser_by_hand() -> None:
 
 @pytest.mark.parametrize("a", [0.95, 0.5, 0.05])
 def test_the_denoiser_is_the_best_one(a: float) -> None:
-    """What is left of the noise has mean 0 and no correlation with z: nothing linear is better.
-
-    x0, eps and z are jointly Gaussian, so the best prediction of all is linear.
+    """The remaining noise has mean 0 and no correlation with z: nothing linear is better. x0, eps
+    and z are jointly Gaussian, so the best prediction of all is linear.
     """
     draw = np.random.default_rng(0)
     count = 200_000
     mean = 1.5
     noise = draw.normal(size=count)
     z = np.sqrt(a) * (mean + DEVIATION * draw.normal(size=count)) + np.sqrt(1 - a) * noise
-    left = noise - analytic.eps(z, a, np.array(mean))
-    assert abs(left.mean()) < 4 / np.sqrt(count)
-    assert abs((left * (z - z.mean())).mean()) < 4 * z.std() / np.sqrt(count)
+    residual = noise - analytic.eps(z, a, np.array(mean))
+    assert abs(residual.mean()) < 4 / np.sqrt(count)
+    assert abs((residual * (z - z.mean())).mean()) < 4 * z.std() / np.sqrt(count)
     # its square is 1 - (1 - a) / v
-    assert (left**2).mean() == pytest.approx(1 - (1 - a) / analytic.variance(a), rel=0.02)
+    assert (residual**2).mean() == pytest.approx(1 - (1 - a) / analytic.variance(a), rel=0.02)
 
 
 @pytest.mark.parametrize("predicts_v", [False, True])
@@ -161,7 +162,7 @@ def test_the_kit_predicts_the_noise_at_every_rows_own_timestep(predicts_v: bool)
     kit = analytic_kit(predicts_v)
     t = torch.tensor([0, 1, 300, 999])
     z = drawn(4, *SHAPE)
-    c = drawn(4, analytic.LENGTH, analytic.WIDTH, seed=2)
+    c = Conditioning(drawn(4, analytic.LENGTH, analytic.WIDTH, seed=2))
     a = analytic.alphas_cumprod()[t.numpy()].reshape(-1, 1, 1, 1)
     expected = analytic.eps(numbers(z), a, analytic.mu(numbers(c)))
     np.testing.assert_allclose(numbers(kit.eps(z, t, c)), expected, rtol=1e-4, atol=1e-5)
@@ -189,21 +190,21 @@ def test_prompts_only(steps: int, predicts_v: bool) -> None:
 
 
 def test_without_guidance_images_have_the_distribution_that_was_asked_for() -> None:
-    """Of 400 images and 50 steps: mean mu and deviation s, up to a_0 and the steps' size."""
+    """400 images of 50 steps have mean mu and deviation s, up to a_0 and the steps' size."""
     kit = analytic_kit()
     plan = plan_images("m", 0, {"a": [2]}, 400)
     c = analytic.prompts(kit)[[2]]
-    prompts_only.sample(kit, plan, c.expand(400, -1, -1), 1.0, 50)
+    prompts_only.sample(kit, plan, c.expand(400), 1.0, 50)
     decoded: Any = kit.vae.decoded
-    made = numbers(decoded) * analytic.SCALING - analytic.mu(numbers(c))
-    assert np.abs(made.mean()) < 0.05
-    assert made.std() == pytest.approx(DEVIATION, abs=0.05)
+    residuals = numbers(decoded) * analytic.SCALING - analytic.mu(numbers(c))
+    assert np.abs(residuals.mean()) < 0.05
+    assert residuals.std() == pytest.approx(DEVIATION, abs=0.05)
 
 
 def test_a_negative_prompt_is_what_is_guided_away_from() -> None:
     kit = analytic_kit()
     c = analytic.prompts(kit)[LABELS]
-    nothing = drawn(1, analytic.LENGTH, analytic.WIDTH)
+    nothing = Conditioning(drawn(1, analytic.LENGTH, analytic.WIDTH))
     pictures = prompts_only.sample(kit, PLAN, c, 2.5, 5, nothing)
     mean = 2.5 * analytic.mu(numbers(c)) - 1.5 * analytic.mu(numbers(nothing))
     assert_made(kit, pictures, sampled(noise_of(PLAN), 5, mean))
@@ -254,14 +255,14 @@ def test_feddisc_composes_a_centre_and_the_mean_and_nothing_has_no_image() -> No
 
 
 def mixtures(clusters: int = 2, components: int = 2) -> Mixtures:
-    """Of the classes 1 and 3; shares that differ, also between the two kinds."""
+    """Mixtures of the classes 1 and 3; shares differ, also between the two kinds."""
     shares = torch.tensor([[0.8, 0.2], [0.3, 0.7]])
-    others = torch.tensor([[0.4, 0.6], [0.9, 0.1]])
+    component_shares = torch.tensor([[0.4, 0.6], [0.9, 0.1]])
     return Mixtures(
         (CLASSES[1], CLASSES[3]),
         drawn(2, clusters, analytic.LENGTH, analytic.WIDTH, seed=30).float(),
         shares,
-        others,
+        component_shares,
         drawn(2, components, *SHAPE, seed=31).float(),
         drawn(2, components, *SHAPE, seed=32).float().square() + 0.1,
     )
@@ -297,7 +298,8 @@ def test_espressos_zig_zags(threshold: int, weak_guidance: float) -> None:
         espresso__guidance=2.5,
         espresso__inversion_guidance=weak_guidance,
     ).espresso
-    pictures = espresso.sample(kit, plan, [(payload, row) for row in rows], config, 6)
+    sources = [(payload, row) for row in rows]
+    pictures = espresso.sample(kit, plan, analytic.prompts(kit), sources, config, 6)
     nothing = empty_mean(kit)
     towards = analytic.mu(numbers(payload.conditions[rows, rows])) - nothing
     strong = nothing + 2.5 * towards
@@ -311,7 +313,7 @@ def test_a_zig_zag_goes_up_as_diffusers_inverse_scheduler() -> None:
     kit = analytic_kit()
     steps = 8
     c = analytic.prompts(kit)[LABELS]
-    c0 = kit.text([""]).expand(len(PLAN), -1, -1)
+    c0 = kit.text([""]).expand(len(PLAN))
     start = drawn(len(PLAN), *SHAPE)
 
     def strong(z: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
@@ -346,11 +348,12 @@ def test_espresso_starts_from_its_mixtures() -> None:
         espresso__gmm=True, espresso__z_sampling=False, espresso__guidance=1.5
     ).espresso
     rows = [0] * count + [1] * count
-    espresso.sample(kit, plan, [(payload, row) for row in rows], config, 2)
+    sources = [(payload, row) for row in rows]
+    espresso.sample(kit, plan, analytic.prompts(kit), sources, config, 2)
     unet: Any = kit.unet
     z, _, c = unet.calls[0]  # the empty prompt's branch, then the conditions'
     starts = numbers(z[len(plan) :])
-    given = numbers(c[len(plan) :])
+    embeddings = numbers(c[len(plan) :])
     noise = noise_of(plan)
     means = numbers(payload.component_means)
     variances = numbers(payload.component_variances)
@@ -358,7 +361,7 @@ def test_espresso_starts_from_its_mixtures() -> None:
     for row in (0, 1):
         chosen: Counter[tuple[int, int]] = Counter()
         for image in range(row * count, (row + 1) * count):
-            js = [j for j in range(2) if np.allclose(given[image], conditions[row, j])]
+            js = [j for j in range(2) if np.allclose(embeddings[image], conditions[row, j])]
             candidates = means[row] + np.sqrt(variances[row]) * noise[image]
             ms = [m for m in range(2) if np.allclose(starts[image], candidates[m], atol=1e-5)]
             assert len(js) == len(ms) == 1
@@ -385,8 +388,9 @@ def concepts(deviation: float) -> Concepts:
 
 
 def fedbip_starts(payload: Concepts, count: int) -> tuple[Kit, np.ndarray, torch.Tensor]:
-    """What `count` images of class 1 begin at, without z_T: (z - sqrt(1 - a) z_T) / sqrt(a) at the
-    first level; and the pictures.
+    """Return the starts of `count` images of class 1 without z_T, and the images.
+
+    A start is (z - sqrt(1 - a) z_T) / sqrt(a) at the first level.
     """
     kit = analytic_kit()
     plan = plan_images("m", 0, {"a": [1]}, count)
@@ -413,12 +417,12 @@ def test_fedbip_starts_between_two_images_of_the_class() -> None:
     shares = []
     pairs = Counter()
     for start in starts:
-        for one, other in ((0, 1), (0, 2), (1, 2)):
-            line = means[one] - means[other]
-            share = ((start - means[other]) * line).sum() / (line**2).sum()
-            if np.allclose(start, means[other] + share * line, atol=1e-3):
+        for i, j in ((0, 1), (0, 2), (1, 2)):
+            line = means[i] - means[j]
+            share = ((start - means[j]) * line).sum() / (line**2).sum()
+            if np.allclose(start, means[j] + share * line, atol=1e-3):
                 shares.append(share)
-                pairs[one, other] += 1
+                pairs[i, j] += 1
     assert len(shares) == count
     assert min(shares) >= -1e-3
     assert max(shares) <= 1 + 1e-3
@@ -455,21 +459,21 @@ def test_fedbip_denoises_under_its_words_with_noise_on_the_domains() -> None:
     count = 200
     kit, _, pictures = fedbip_starts(payload, count)
     unet: Any = kit.unet
-    given = numbers(unet.calls[0][2][count:])
+    embeddings = numbers(unet.calls[0][2][count:])
     for _, _, c in unet.calls:
-        assert np.array_equal(numbers(c[count:]), given)
+        assert np.array_equal(numbers(c[count:]), embeddings)
     # the empty prompt's at the condition's own length, as diffusers' pipeline makes it
-    nothing = analytic.mu(numbers(kit.text([""])[:, : given.shape[1]]))
-    mean = 2.5 * analytic.mu(given) - 1.5 * nothing
+    nothing = analytic.mu(numbers(kit.text([""]))[:, : embeddings.shape[1]])
+    mean = 2.5 * analytic.mu(embeddings) - 1.5 * nothing
     assert_made(kit, pictures, sampled(numbers(unet.calls[0][0][count:]), 5, mean))
     word = numbers(payload.vectors[0])
-    assert all((np.abs(row - word).max(axis=1) < 1e-6).any() for row in given)
+    assert all((np.abs(row - word).max(axis=1) < 1e-6).any() for row in embeddings)
     # the one place that differs between the images has S, and noise of deviation 0.3 about it
-    (place,) = np.flatnonzero(given.std(axis=0).max(axis=1) > 1e-6)
-    about = given[:, place] - numbers(payload.domain)
+    (place,) = np.flatnonzero(embeddings.std(axis=0).max(axis=1) > 1e-6)
+    noise = embeddings[:, place] - numbers(payload.domain)
     again, _, _ = fedbip_starts(payload, 3)
     calls: Any = again.unet.calls
     # an image's noise is its own, whoever draws it and whenever
-    assert np.array_equal(numbers(calls[0][2][3:]), given[:3])
-    assert about.mean() == pytest.approx(0, abs=4 * 0.3 / np.sqrt(about.size))
-    assert about.std() == pytest.approx(0.3, rel=4 / np.sqrt(2 * about.size))
+    assert np.array_equal(numbers(calls[0][2][3:]), embeddings[:3])
+    assert noise.mean() == pytest.approx(0, abs=4 * 0.3 / np.sqrt(noise.size))
+    assert noise.std() == pytest.approx(0.3, rel=4 / np.sqrt(2 * noise.size))

@@ -138,12 +138,12 @@ def run(root: Path, tamper: Any = None, **overrides: object) -> tuple[RunConfig,
 
 @pytest.mark.parametrize("method", ["fedavg", "fedprox"])
 def test_fedavg_and_fedprox_over_two_rounds(root: Path, method: str) -> None:
-    config, made = run(root, method=method, rounds__count=2, rounds__proximal_mu=2.0)
+    config, result = run(root, method=method, rounds__count=2, rounds__proximal_mu=2.0)
     model = begin()
     parties = [Party(config, number) for number in range(2)]
     for number in (1, 2):
         model = mean_of([party.train(model, number) for party in parties], (12, 24))
-    assert_same(made, model)
+    assert_same(result, model)
 
 
 def test_feddyn_over_three_rounds(root: Path) -> None:
@@ -151,7 +151,7 @@ def test_feddyn_over_three_rounds(root: Path) -> None:
 
     However many images a client has. BatchNorm's statistics are averaged.
     """
-    config, made = run(root, method="feddyn", rounds__count=3, rounds__dyn_alpha=0.7)
+    config, result = run(root, method="feddyn", rounds__count=3, rounds__dyn_alpha=0.7)
     model = begin()
     parties = [Party(config, number) for number in range(2)]
     h = {name: np.zeros_like(model[name]) for name in PARAMETERS}
@@ -165,7 +165,7 @@ def test_feddyn_over_three_rounds(root: Path) -> None:
             model[name] = model[name] - h[name] / 0.7
         assert np.abs(h["3.weight"]).max() > 0.01
         assert np.abs(parties[0].gradient["3.weight"]).max() > 0.01
-    assert_same(made, model)
+    assert_same(result, model)
 
 
 def test_a_round_that_is_asked_for_again_is_trained_once(tmp_path: Path) -> None:
@@ -212,16 +212,16 @@ def test_feddyns_server_by_hand_with_one_client_of_three_away() -> None:
             )
             for node, value in enumerate(values, start=1)
         ]
-        made, _ = strategy.aggregate_train(number, replies)
-        assert made is not None
-        model = made
+        aggregate, _ = strategy.aggregate_train(number, replies)
+        assert aggregate is not None
+        model = aggregate
         assert model["theta"].numpy() == pytest.approx(expected)
         assert model["statistic"].numpy() == pytest.approx(np.mean(values))
 
 
 def arrays(value: float) -> ArrayRecord:
-    one = np.full(2, value, dtype=np.float32)
-    return ArrayRecord({"theta": Array(one), "statistic": Array(one)})
+    array = np.full(2, value, dtype=np.float32)
+    return ArrayRecord({"theta": Array(array), "statistic": Array(array)})
 
 
 # ---- FedDF ----
@@ -248,7 +248,7 @@ def test_feddfs_distillation(root: Path, steps: int) -> None:
             replies[index] = unpack_state(reply.content.array_records["model"])
         return reply
 
-    _, made = run(
+    _, result = run(
         root,
         keep,
         method="feddf",
@@ -263,8 +263,8 @@ def test_feddfs_distillation(root: Path, steps: int) -> None:
     pixels = torch.tensor(colours, dtype=torch.uint8).view(-1, 3, 1, 1).expand(-1, 3, 16, 16)
     x = features(pixels)
     target = softmax(np.mean([in_use(teacher, x) for teacher in teachers], axis=0))
-    other = np.mean([softmax(in_use(teacher, x)) for teacher in teachers], axis=0)
-    assert np.abs(target - other).max() > 1e-2  # a mean of probabilities is seen
+    alternative = np.mean([softmax(in_use(teacher, x)) for teacher in teachers], axis=0)
+    assert np.abs(target - alternative).max() > 1e-2  # a mean of probabilities is seen
     student = Training(mean_of(teachers, (12, 24)))
     steppers = {name: Adam(student.state[name], 0.05) for name in PARAMETERS}
     for _ in range(steps):
@@ -272,7 +272,7 @@ def test_feddfs_distillation(root: Path, steps: int) -> None:
         for name, adam in steppers.items():
             adam.step(gradient[name])
             student.state[name] = adam.value
-    assert_same(made, student.state)
+    assert_same(result, student.state)
 
 
 # ---- FedLMG's and FedCADO's strategies ----
@@ -313,10 +313,10 @@ def test_the_teachers_weight_reaches_the_global_model(
     )
     labels = [0, 1, 3, 3, 1, 2, 2, 1]
     owners = "aaaabbbb"
-    made = SimpleNamespace(
+    images = SimpleNamespace(
         pixels=random_pixels(8, 16), labels=torch.tensor(labels), clients=tuple(owners)
     )
-    monkeypatch.setattr(pipeline, "synthesize", lambda *args: made)
+    monkeypatch.setattr(pipeline, "synthesize", lambda *args: images)
     job: Any = SimpleNamespace(
         config=config,
         classes=CLASSES,
@@ -325,6 +325,8 @@ def test_the_teachers_weight_reaches_the_global_model(
         init_kit="",
         folder=RunFolder(tmp_path),
         status=Status(tmp_path),
+        metadata=lambda name, model: {},
+        mixing=None,
     )
     states = {client: teacher_state(number) for number, client in enumerate(HELD)}
     payloads = {
@@ -333,7 +335,7 @@ def test_the_teachers_weight_reaches_the_global_model(
     }
     models = method.run(job, payloads)
 
-    x = features(made.pixels)
+    x = features(images.pixels)
     p = {client: softmax(in_use(in_numbers(states[client]), x)) for client in HELD}
     md = (p["a"] + p["b"]) / 2
     if teacher_mean == "known-classes":  # a alone knows 0 and 3, b alone 2

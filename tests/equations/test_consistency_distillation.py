@@ -60,7 +60,7 @@ def test_the_loss_is_the_papers(schedule: int, steps: tuple[int, ...]) -> None:
     x0 = latents(0)
     noise = latents(1)
     step = torch.tensor(steps)
-    found = consistency_loss(
+    loss = consistency_loss(
         timid_kit(), teacher, x0, condition, nothing, GUIDANCE, noise, step, schedule
     )
 
@@ -70,16 +70,16 @@ def test_the_loss_is_the_papers(schedule: int, steps: tuple[int, ...]) -> None:
     assert lower[0] == 0
     a = alphas_cumprod()[t][:, None, None, None]
     a_lower = alphas_cumprod()[lower][:, None, None, None]
-    with_caption = mu(condition.numpy())
-    without = mu(nothing.numpy())
+    with_caption = mu(condition.states.numpy())
+    without = mu(nothing.states.numpy())
     z = np.sqrt(a) * x0.numpy() + np.sqrt(1 - a) * noise.numpy()
     # Guidance in diffusers' convention: from nothing's prediction, w times the way to the caption's
     e = (1 - GUIDANCE) * eps(z, a, without) + GUIDANCE * eps(z, a, with_caption)
     clean = (z - np.sqrt(1 - a) * e) / np.sqrt(a)
     z_lower = np.sqrt(a_lower) * clean + np.sqrt(1 - a_lower) * e
     apart = seen(z, t, with_caption) - seen(z_lower, lower, with_caption)
-    wanted = np.mean(np.sqrt(apart**2 + 1e-6) - 1e-3)
-    assert found.item() == pytest.approx(wanted, rel=1e-5)
+    expected = np.mean(np.sqrt(apart**2 + 1e-6) - 1e-3)
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_only_what_is_seen_higher_up_learns() -> None:
@@ -87,13 +87,13 @@ def test_only_what_is_seen_higher_up_learns() -> None:
     teacher = analytic_kit()
     condition = teacher.text(["an image of one", "an image of two", "an image of three"])
     student = timid_kit()
-    given = (teacher, latents(0), condition, teacher.text([""]), GUIDANCE, latents(1))
+    inputs = (teacher, latents(0), condition, teacher.text([""]), GUIDANCE, latents(1))
     step = torch.tensor([3, 20, 40])
-    consistency_loss(student, *given, step, 50).backward()
+    consistency_loss(student, *inputs, step, 50).backward()
     share = student.unet.share
     slope = share.grad.item()
 
-    held: list[int] = []
+    call_counts: list[int] = []
 
     def upper_alone(moved: float) -> float:
         """The loss with the lower term as it was."""
@@ -108,24 +108,24 @@ def test_only_what_is_seen_higher_up_learns() -> None:
             return plain(*args, **named)
 
         student.unet.forward = forward  # type: ignore[method-assign]
-        loss = consistency_loss(student, *given, step, 50).item()
+        loss = consistency_loss(student, *inputs, step, 50).item()
         student.unet.forward = plain  # type: ignore[method-assign]
-        held.append(len(calls))
+        call_counts.append(len(calls))
         return loss
 
     small = 1e-5
-    wanted = (upper_alone(TIMID + small) - upper_alone(TIMID - small)) / (2 * small)
-    assert held == [2, 2]
-    assert slope == pytest.approx(wanted, rel=1e-5)
+    expected = (upper_alone(TIMID + small) - upper_alone(TIMID - small)) / (2 * small)
+    assert call_counts == [2, 2]
+    assert slope == pytest.approx(expected, rel=1e-5)
 
 
 def test_at_the_end_a_latent_is_itself() -> None:
     """The boundary condition: f(z, 0) = z."""
     kit = timid_kit()
     z = latents(2)
-    condition = kit.text(["an image of one"]).expand(3, -1, -1)
+    condition = kit.text(["an image of one"]).expand(3)
     with torch.no_grad():
-        found = consistency(kit, z, torch.zeros(3, dtype=torch.long), condition)
+        output = consistency(kit, z, torch.zeros(3, dtype=torch.long), condition)
         above = consistency(kit, z, torch.ones(3, dtype=torch.long), condition)
-    assert torch.equal(found, z)
+    assert torch.equal(output, z)
     assert not torch.allclose(above, z)

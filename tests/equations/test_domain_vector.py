@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from client_app.methods import domain_vector as client_half
-from osfl.cli.estimate import Client, planned_images
+from osfl.cli.estimate import planned_images
+from osfl.cli.run_clients import Client
 from osfl.config import parse_run_config
 from osfl.models.diffusion import Kit
 from osfl.payload.kinds import DomainVector
@@ -35,9 +36,9 @@ EACH = parse_run_config(quick()).domain_vector
 
 @pytest.fixture
 def kit(monkeypatch: pytest.MonkeyPatch) -> Kit:
-    made = analytic_kit()
-    monkeypatch.setattr(client_half, "load_kit_for_training", lambda job: made)
-    return made
+    bundle = analytic_kit()
+    monkeypatch.setattr(client_half, "load_kit_for_training", lambda job: bundle)
+    return bundle
 
 
 @pytest.mark.parametrize(("class_lr", "tokens"), [(0.0, "each"), (0.02, "each"), (0.02, "all")])
@@ -77,8 +78,8 @@ def test_the_vector_is_adams_whole_way_along_half_a_cosine(
         noise = normal(len(batch), source)
         x0 = mean[batch] + deviation[batch] * normal(len(batch), source)
         classes = owner[batch]
-        given = prompts[classes] + domain.value + offsets.value[classes]
-        back = gradient_for_the_mean(x0, noise, t, analytic.mu(given))
+        conditions = prompts[classes] + domain.value + offsets.value[classes]
+        back = gradient_for_the_mean(x0, noise, t, analytic.mu(conditions))
         gradients = analytic.mu_backward(back, len(prompts[0]))
         of_class = np.zeros_like(prompts)
         np.add.at(of_class, classes, gradients)
@@ -107,7 +108,7 @@ def test_a_dry_run_counts_the_classes_that_are_drawn(classes: str, images: int) 
 
 
 def vectors(offsets: bool) -> dict[str, DomainVector]:
-    """Of a 1000, of b 2000; beside them what each class adds, 103, 108 and 208."""
+    """a has 1000, b has 2000; beside them what each class adds, 103, 108 and 208."""
     added = {"a": torch.tensor([103.0, 108.0]), "b": torch.tensor([208.0])}
     return {
         client: DomainVector(
@@ -155,9 +156,9 @@ def test_all_classes_can_be_drawn_in_every_domain(
     """A holds 3 and 8, b 8: with `all` both have ten classes, under their own vectors, and what a
     class adds is for those that have it.
     """
-    held = config_of(tiny_kit, synthesis__images_per_class=2)
+    held_config = config_of(tiny_kit, synthesis__images_per_class=2)
     every = config_of(tiny_kit, synthesis__images_per_class=2, domain_vector__classes="all")
-    job = server(tiny_kit, held)
+    job = server(tiny_kit, held_config)
     job.held = lambda payloads: HELD
     planned = [(image.client, image.label) for image in domain_vector.plan(job, vectors(False))]
     assert planned == [("a", 3), ("a", 3), ("a", 8), ("a", 8), ("b", 8), ("b", 8)]

@@ -47,7 +47,7 @@ class Words:
 
 
 def settings(**overrides: object) -> RunConfig:
-    own = {
+    defaults = {
         "epsilon": 2.0,
         "delta": 1e-3,
         "clip_gradient": 0.4,
@@ -58,7 +58,7 @@ def settings(**overrides: object) -> RunConfig:
         "classifier__weight_decay": 0.02,
         "classifier__label_smoothing": 0.2,
     }
-    return parse_run_config(quick(method="local", **{**own, **overrides}))
+    return parse_run_config(quick(method="local", **{**defaults, **overrides}))
 
 
 def data() -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,6 +75,7 @@ def linear() -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 def test_the_training_is_algorithm_1(monkeypatch: pytest.MonkeyPatch) -> None:
     """A linear classifier: dL/dlogits is the softmax less the smoothed label, and dL/dW its outer
     product with the image. Four steps of each image with 0.4, in threes; the mean is over four.
@@ -89,20 +90,20 @@ def test_the_training_is_algorithm_1(monkeypatch: pytest.MonkeyPatch) -> None:
     shares = pixels.numpy() / 255
     x = (shares - np.reshape(MEAN, (3, 1, 1))) / np.reshape(STD, (3, 1, 1))
     x = x.reshape(COUNT, SIZE)
-    wanted = 0.8 * np.eye(4)[labels.numpy()] + 0.2 / 4
+    targets = 0.8 * np.eye(4)[labels.numpy()] + 0.2 / 4
     first = linear()
     weight = first[1].weight.detach().double().numpy().copy()
     bias = first[1].bias.detach().double().numpy().copy()
     velocity = [np.zeros_like(weight), np.zeros_like(bias)]
     sigma = 0.4 * noise_multiplier(0.4, 4, 2.0, 1e-3)
-    taken = []
+    batch_sizes = []
     cut = 0
     for step in range(4):
         rows = np.flatnonzero(chance.even(COUNT) < 0.4)
-        taken.append(len(rows))
+        batch_sizes.append(len(rows))
         logits = x[rows] @ weight.T + bias
         p = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
-        slope = p - wanted[rows]
+        slope = p - targets[rows]
         of_weight = slope[:, :, None] * x[rows][:, None, :]
         norms = np.sqrt((of_weight**2).sum(axis=(1, 2)) + (slope**2).sum(axis=1))
         factor = np.minimum(1, 0.4 / norms)
@@ -110,36 +111,37 @@ def test_the_training_is_algorithm_1(monkeypatch: pytest.MonkeyPatch) -> None:
         total = [(of_weight * factor[:, None, None]).sum(axis=0), (slope * factor[:, None]).sum(0)]
         for index, (value, gradient) in enumerate(zip((weight, bias), total, strict=True)):
             noise = sigma * stats.norm.ppf(chance.even(value.size)).reshape(value.shape)
-            whole = (gradient + noise) / 4 + 0.02 * value
-            velocity[index] = whole if step == 0 else 0.5 * velocity[index] + whole
+            update = (gradient + noise) / 4 + 0.02 * value
+            velocity[index] = update if step == 0 else 0.5 * velocity[index] + update
             value -= 0.3 * velocity[index]
     # Some steps take other numbers of images than four, one more than a part's three
-    assert len(set(taken)) > 1
-    assert max(taken) > 3
+    assert len(set(batch_sizes)) > 1
+    assert max(batch_sizes) > 3
     assert cut > 3
     np.testing.assert_allclose(model[1].weight.detach(), weight, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(model[1].bias.detach(), bias, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_few_images_are_all_taken_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch of 65 is more than there are; epochs are steps then."""
-    seen: list[int] = []
+    batch_sizes: list[int] = []
     real = dp_sgd.poisson_sample
 
     def kept(count: int, rate: float, chance: Any) -> torch.Tensor:
         rows = real(count, rate, chance)
-        seen.append(len(rows))
+        batch_sizes.append(len(rows))
         return rows
 
     monkeypatch.setattr(dp_sgd, "poisson_sample", kept)
     config = settings(classifier__batch_size=65, classifier__steps=0, classifier__epochs=3)
     fit_private(linear(), *data(), config, CPU, FlopMeter(), lambda *_: None)
-    assert seen == [COUNT] * 3
+    assert batch_sizes == [COUNT] * 3
     # A pass over ten in batches of four is three steps
-    seen.clear()
+    batch_sizes.clear()
     config = settings(classifier__steps=0, classifier__epochs=2)
     fit_private(linear(), *data(), config, CPU, FlopMeter(), lambda *_: None)
-    assert len(seen) == 6
+    assert len(batch_sizes) == 6
 
 
 def test_an_image_is_taken_with_its_rate() -> None:
@@ -167,6 +169,7 @@ def test_a_gradient_is_cut_over_all_tensors_together() -> None:
     assert none[0].tolist() == [0, 0, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("epsilon", "delta"), [(1.0, 1e-5), (8.0, 1e-4)])
 @pytest.mark.parametrize("steps", [1, 9])
 def test_without_sampling_the_noise_is_balle_and_wangs(
@@ -174,8 +177,8 @@ def test_without_sampling_the_noise_is_balle_and_wangs(
 ) -> None:
     """One image moves each of the sums by 2, and their squares add up."""
     expected = least_sigma(epsilon, delta) * 2 * math.sqrt(steps)
-    found = noise_multiplier(1.0, steps, epsilon, delta)
-    assert expected * 0.999 < found < expected * 1.005
+    multiplier = noise_multiplier(1.0, steps, epsilon, delta)
+    assert expected * 0.999 < multiplier < expected * 1.005
 
 
 def hockey_stick(sigma: float, rate: float, epsilon: float) -> float:
@@ -185,43 +188,47 @@ def hockey_stick(sigma: float, rate: float, epsilon: float) -> float:
 
     def more(x: float) -> float:
         there = (1 - rate) * stats.norm.pdf(x, 0, sigma) + rate * stats.norm.pdf(x, 1, sigma)
-        other = (1 - rate) * stats.norm.pdf(x, 0, sigma) + rate * stats.norm.pdf(x, -1, sigma)
-        return float(max(0.0, there - math.exp(epsilon) * other))
+        neighbor = (1 - rate) * stats.norm.pdf(x, 0, sigma) + rate * stats.norm.pdf(x, -1, sigma)
+        return float(max(0.0, there - math.exp(epsilon) * neighbor))
 
     far = 12 * sigma + 1
     return float(integrate.quad(more, -far, far, limit=500)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rate", "epsilon", "delta"), [(0.3, 1.0, 1e-4), (0.05, 0.5, 1e-3)])
 def test_with_sampling_the_noise_is_the_least_that_the_definition_lets(
     rate: float, epsilon: float, delta: float
 ) -> None:
-    found = noise_multiplier(rate, 1, epsilon, delta)
-    assert hockey_stick(found, rate, epsilon) <= delta * 1.001
-    assert hockey_stick(found * 0.98, rate, epsilon) > delta
+    multiplier = noise_multiplier(rate, 1, epsilon, delta)
+    assert hockey_stick(multiplier, rate, epsilon) <= delta * 1.001
+    assert hockey_stick(multiplier * 0.98, rate, epsilon) > delta
     # Far less than without it
-    assert found < 0.7 * noise_multiplier(1.0, 1, epsilon, delta)
+    assert multiplier < 0.7 * noise_multiplier(1.0, 1, epsilon, delta)
 
 
+@pytest.mark.slow
 def test_more_steps_need_more_noise() -> None:
     once, often = (noise_multiplier(0.1, steps, 1.0, 1e-5) for steps in (10, 1000))
     assert often > 3 * once
 
 
 def test_gradients_are_each_images_own() -> None:
-    """Of a ResNet in evaluation mode, where BatchNorm mixes nothing: as one by one."""
+    """A ResNet in evaluation mode, where BatchNorm mixes nothing, has the gradients of single
+    images.
+    """
     config = parse_run_config(quick(method="local", classifier__init="none"))
     model = new_classifier(config.classifier, 10, "", 0).eval()
     draw = torch.Generator().manual_seed(0)
-    seen = torch.randn(3, 3, 32, 32, generator=draw)
+    pixels = torch.randn(3, 3, 32, 32, generator=draw)
     labels = torch.tensor([0, 3, 9])
-    of_each = per_image_gradients(model, seen, labels, 0.1)
+    of_each = per_image_gradients(model, pixels, labels, 0.1)
     names = [name for name, _ in model.named_parameters()]
     assert len(of_each) == len(names)
     for row in range(3):
         model.zero_grad()
         loss = nn.functional.cross_entropy(
-            model(seen[row : row + 1]), labels[row : row + 1], label_smoothing=0.1
+            model(pixels[row : row + 1]), labels[row : row + 1], label_smoothing=0.1
         )
         loss.backward()
         for g, (name, p) in zip(of_each, model.named_parameters(), strict=True):
@@ -232,6 +239,7 @@ def test_gradients_are_each_images_own() -> None:
 # ---- On a client ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trained", ["all", "head"])
 def test_a_private_classifier_keeps_the_initial_statistics(tiny_kit: Path, trained: str) -> None:
     """And the head alone where that is asked for; its noise is of the operating system, not of a
@@ -267,6 +275,7 @@ def test_mixed_images_have_no_gradient_of_their_own(method: str) -> None:
     parse_run_config(quick(method="feddeo", classifier__mixing="mixup", epsilon=1.0))
 
 
+@pytest.mark.slow
 def test_a_training_that_diverges_is_named() -> None:
     """Weights that decay by more than they are, a hundred times."""
     config = settings(classifier__lr=100.0, classifier__weight_decay=1.0, classifier__steps=50)
@@ -275,8 +284,9 @@ def test_a_training_that_diverges_is_named() -> None:
         fit_private(model, *data(), config, CPU, FlopMeter(), lambda *_: None)
 
 
+@pytest.mark.slow
 def test_an_average_of_the_weights_ends_the_training() -> None:
-    """Of decay 0.99 it hardly moves, where the last weights do."""
+    """With decay 0.99 it hardly moves, while the last weights do."""
     config = settings(classifier__ema=0.99, classifier__lr=0.1)
     averaged = fit_private(linear(), *data(), config, CPU, FlopMeter(), lambda *_: None, Words())
     plain = settings(classifier__lr=0.1)
@@ -286,6 +296,7 @@ def test_an_average_of_the_weights_ends_the_training() -> None:
     assert 0 < moved < float((last[1].weight - first[1].weight).norm()) * 0.9
 
 
+@pytest.mark.slow
 def test_the_learning_rate_has_its_course(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cosine to zero moves less than a constant rate, by the same noise."""
     ends = []
@@ -296,13 +307,14 @@ def test_the_learning_rate_has_its_course(monkeypatch: pytest.MonkeyPatch) -> No
     assert ends[1] < 0.9 * ends[0]
 
 
+@pytest.mark.slow
 def test_each_image_is_augmented_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one stream for all, whether the first image is taken would show in the second's."""
-    seen: list[torch.Tensor] = []
+    """With one stream for all, the second image would show whether the first is in the batch."""
+    batches: list[torch.Tensor] = []
     real = dp_sgd.per_image_gradients
 
     def kept(model: nn.Module, images: torch.Tensor, *more: Any) -> list[torch.Tensor]:
-        seen.append(images)
+        batches.append(images)
         return real(model, images, *more)
 
     def white(augment: Any, image: torch.Tensor, chance: Any) -> torch.Tensor:
@@ -313,14 +325,14 @@ def test_each_image_is_augmented_by_itself(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(dp_sgd, "augment_separately", white)
     config = settings(classifier__augmentation="affine-color")
     fit_private(linear(), *data(), config, CPU, FlopMeter(), lambda *_: None)
-    every = torch.cat(seen)
+    every = torch.cat(batches)
     assert len(every) > 5
     # White in ImageNet's mean and deviation
     assert torch.allclose(every[:, 0], torch.tensor((1 - MEAN[0]) / STD[0]))
 
 
 def test_an_image_is_augmented_by_chance_of_its_own() -> None:
-    """By as many bytes, and whatever the state of torch's own chance, which stays as it was."""
+    """Equally many random bytes, whatever the state of torch's generator, which does not change."""
     image = torch.arange(27).view(3, 3, 3).float()
     words = np.array([10, 10, 20], dtype=">u8").tobytes()
     asked = iter([words[:8], words[8:16], words[16:]])
@@ -330,16 +342,17 @@ def test_an_image_is_augmented_by_chance_of_its_own() -> None:
 
     torch.manual_seed(1)
     state = torch.get_rng_state()
-    found = [
+    outputs = [
         dp_sgd.augment_separately(noise, image, lambda count: next(asked)[:count]) for _ in range(3)
     ]
     assert torch.equal(torch.get_rng_state(), state)
-    assert torch.equal(found[0], found[1])
-    assert not torch.equal(found[0], found[2])
-    one, two = (dp_sgd.augment_separately(noise, image, secrets.token_bytes) for _ in range(2))
-    assert not torch.equal(one, two)
+    assert torch.equal(outputs[0], outputs[1])
+    assert not torch.equal(outputs[0], outputs[2])
+    first, second = (dp_sgd.augment_separately(noise, image, secrets.token_bytes) for _ in range(2))
+    assert not torch.equal(first, second)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("augmentation", ["none", "affine-color"])
 def test_a_step_may_take_no_image(monkeypatch: pytest.MonkeyPatch, augmentation: str) -> None:
     """Then there is noise alone. Images that are decoded when asked for know no empty part."""
@@ -352,6 +365,7 @@ def test_a_step_may_take_no_image(monkeypatch: pytest.MonkeyPatch, augmentation:
         assert not torch.equal(model[1].weight, linear()[1].weight)
 
 
+@pytest.mark.slow
 def test_flops_do_not_tell_how_many_images_were_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     totals = set()
     for rows in ([0], [0, 1, 2, 3, 4, 5]):
@@ -365,7 +379,7 @@ def test_flops_do_not_tell_how_many_images_were_taken(monkeypatch: pytest.Monkey
 
 
 def test_the_norm_of_many_numbers_is_not_too_small() -> None:
-    """As many as a ResNet-18's largest tensor has; in 32 bits their norm is 4e-5 too small."""
+    """A ResNet-18's largest tensor has as many numbers; in 32 bits their norm is 4e-5 too small."""
     many = torch.randn(1, 2_400_000, generator=torch.Generator().manual_seed(0))
     (cut,) = clipped_sum([many], 1.0)
     assert float(cut.double().norm()) <= 1 + 1e-5

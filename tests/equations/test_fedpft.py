@@ -39,8 +39,8 @@ def payload_of(kit: Path, **settings: object) -> tuple[FeatureMixtures, np.ndarr
 @pytest.mark.parametrize("covariance", ["spherical", "diag"])
 def test_one_gaussian_has_the_features_moments(tiny_kit: Path, covariance: str) -> None:
     """This network has random weights and features near 0; their variances are still their own."""
-    one = {"fedpft__covariance": covariance, "fedpft__components": 1}
-    payload, features = payload_of(tiny_kit, **one)
+    options = {"fedpft__covariance": covariance, "fedpft__components": 1}
+    payload, features = payload_of(tiny_kit, **options)
     # scikit-learn adds a millionth of the features' own variance
     added = 1e-6 * features.var(ddof=1)
     assert added < 1e-12
@@ -49,12 +49,12 @@ def test_one_gaussian_has_the_features_moments(tiny_kit: Path, covariance: str) 
     assert payload.counts.tolist() == [1, 4, 2]
     assert payload.weights.tolist() == [[1], [1], [1]]
     for row, label in enumerate((0, 3, 4)):
-        own = features[labels == label]
+        group = features[labels == label]
         small = 1e-6 * features.std()
-        np.testing.assert_allclose(payload.means[row, 0], own.mean(axis=0), rtol=1e-5, atol=small)
-        variances = own.var(axis=0)
-        wanted = variances.mean(keepdims=True) if covariance == "spherical" else variances
-        np.testing.assert_allclose(payload.variances[row, 0], wanted + added, rtol=1e-3, atol=0)
+        np.testing.assert_allclose(payload.means[row, 0], group.mean(axis=0), rtol=1e-5, atol=small)
+        variances = group.var(axis=0)
+        expected = variances.mean(keepdims=True) if covariance == "spherical" else variances
+        np.testing.assert_allclose(payload.variances[row, 0], expected + added, rtol=1e-3, atol=0)
     assert payload.variances.shape[2] == (1 if covariance == "spherical" else features.shape[1])
 
 
@@ -65,13 +65,13 @@ def test_a_class_with_fewer_images_than_components(tiny_kit: Path) -> None:
     assert payload.weights[0].tolist() == [1, 0, 0]
     assert payload.weights[2].tolist() == pytest.approx([0.5, 0.5, 0])
     np.testing.assert_allclose(payload.means[0, 0], features[0], rtol=1e-4, atol=0)
-    found = sorted(payload.means[2, :2, 0].tolist())
-    assert found == pytest.approx(sorted(features[5:, 0].tolist()), rel=1e-4, abs=0)
+    means = sorted(payload.means[2, :2, 0].tolist())
+    assert means == pytest.approx(sorted(features[5:, 0].tolist()), rel=1e-4, abs=0)
     assert payload.means[2, 2].abs().sum() == 0
 
 
 def mixture() -> FeatureMixtures:
-    """Of two features: a class of two Gaussians, one three times as heavy, and a class of one."""
+    """Two features: a class of two Gaussians, one three times as heavy, and a class of one."""
     return FeatureMixtures(
         ("a", "b"),
         torch.tensor([40_000, 3]),
@@ -86,12 +86,12 @@ def test_features_are_drawn_from_the_mixtures() -> None:
     assert labels.tolist() == [5] * 40_000 + [2] * 3
     assert shares.tolist() == [1] * 40_003
     drawn = features[:40_000].numpy()
-    left = drawn[:, 0] < 0
-    assert left.mean() == pytest.approx(0.25, abs=0.01)
-    np.testing.assert_allclose(drawn[left].mean(axis=0), [-10, 0], atol=0.06)
-    np.testing.assert_allclose(drawn[~left].mean(axis=0), [10, 4], atol=0.06)
-    np.testing.assert_allclose(drawn[left].var(axis=0), [4, 0.25], rtol=0.05)
-    np.testing.assert_allclose(drawn[~left].var(axis=0), [0.01, 9], rtol=0.05)
+    left_side = drawn[:, 0] < 0
+    assert left_side.mean() == pytest.approx(0.25, abs=0.01)
+    np.testing.assert_allclose(drawn[left_side].mean(axis=0), [-10, 0], atol=0.06)
+    np.testing.assert_allclose(drawn[~left_side].mean(axis=0), [10, 4], atol=0.06)
+    np.testing.assert_allclose(drawn[left_side].var(axis=0), [4, 0.25], rtol=0.05)
+    np.testing.assert_allclose(drawn[~left_side].var(axis=0), [0.01, 9], rtol=0.05)
     # Never from a place without weight
     assert features[40_000:].abs().max() < 10
 
@@ -117,14 +117,14 @@ def test_numbers_as_large_as_the_wire_takes_give_a_head() -> None:
 
 def test_draws_are_each_clients_and_classs_own() -> None:
     both = {"c": mixture(), "d": mixture()}
-    held = {"c": [0, 1], "d": [0, 1]}
-    features, _, _ = sample_features(both, held, 5, seed=0)
-    again, _, _ = sample_features(dict(reversed(both.items())), held, 5, seed=0)
-    other, _, _ = sample_features(both, held, 5, seed=1)
+    client_labels = {"c": [0, 1], "d": [0, 1]}
+    features, _, _ = sample_features(both, client_labels, 5, seed=0)
+    again, _, _ = sample_features(dict(reversed(both.items())), client_labels, 5, seed=0)
+    second_draw, _, _ = sample_features(both, client_labels, 5, seed=1)
     assert torch.equal(features, again)
-    assert not torch.equal(features, other)
+    assert not torch.equal(features, second_draw)
     assert not torch.equal(features[:8], features[8:])
-    alone, _, _ = sample_features({"d": mixture()}, held, 5, seed=0)
+    alone, _, _ = sample_features({"d": mixture()}, client_labels, 5, seed=0)
     assert torch.equal(alone, features[8:])
 
 
@@ -188,13 +188,13 @@ def test_the_model_is_the_frozen_network_with_that_head(home: Path, tiny_kit: Pa
         client: fedpft.make_payload(job_of(tiny_kit, images(*labels), method="fedpft"))
         for client, labels in {"a": [0, 0, 3, 3], "b": [3, 4, 4]}.items()
     }
-    (made,) = server_half.run(job, payloads).values()
+    (result,) = server_half.run(job, payloads).values()
     drawn = sample_features(payloads, job.held(payloads), config.fedpft.samples, config.seed)
     weight, bias = train_head(*drawn, 10, config.fedpft)
     stored = load_file(folder.path / "models" / "FedPFT.safetensors")
     assert torch.equal(stored["fc.weight"], weight)
     assert torch.equal(stored["fc.bias"], bias)
-    assert made.architecture == config.classifier.architecture
+    assert result.architecture == config.classifier.architecture
 
 
 def test_one_architecture_has_the_features() -> None:

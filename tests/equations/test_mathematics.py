@@ -9,6 +9,7 @@ from diffusers.configuration_utils import FrozenDict
 from torch import nn
 
 from osfl.models.classifiers import MEAN, STD, dequantize, quantize
+from osfl.models.conditioning import Conditioning
 from osfl.models.diffusion import Kit, Sampling, ddim_step, forward_noise, load_kit, x0hat
 from server_app.synthesis.guidance import Condition, as_teacher, classifier_loss, compose, guide
 from server_app.synthesis.samplers import ddim
@@ -48,14 +49,12 @@ class FakeKit:
 
     sampling = Sampling()
 
-    def eps(
-        self, z: torch.Tensor, t: torch.Tensor, c: torch.Tensor, image: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        return c.mean(dim=(1, 2)).view(-1, 1, 1, 1).expand_as(z)
+    def eps(self, z: torch.Tensor, t: torch.Tensor, c: Conditioning) -> torch.Tensor:
+        return c.states.mean(dim=(1, 2)).view(-1, 1, 1, 1).expand_as(z)
 
 
 def branch(values: list[float], scale: float) -> Condition:
-    return Condition(torch.tensor(values).view(-1, 1, 1).expand(-1, 3, 4), scale)
+    return Condition(Conditioning(torch.tensor(values).view(-1, 1, 1).expand(-1, 3, 4)), scale)
 
 
 def test_classifier_free_guidance_by_hand() -> None:
@@ -65,7 +64,7 @@ def test_classifier_free_guidance_by_hand() -> None:
         FakeKit(),
         torch.zeros(2, 1, 1, 1),
         torch.tensor(0),
-        torch.ones(1, 3, 4),
+        Conditioning(torch.ones(1, 3, 4)),
         [branch([3.0, 2.0], 2.0)],
     )  # type: ignore[arg-type]
     assert torch.allclose(e.flatten(), torch.tensor([5.0, 3.0]))
@@ -75,7 +74,11 @@ def test_compositional_guidance_by_hand() -> None:
     # 1 + 3 * (3 - 1) + 3 * (0 - 1) = 4
     conditions = [branch([3.0], 3.0), branch([0.0], 3.0)]
     e = compose(
-        FakeKit(), torch.zeros(1, 1, 1, 1), torch.tensor(0), torch.ones(1, 3, 4), conditions
+        FakeKit(),
+        torch.zeros(1, 1, 1, 1),
+        torch.tensor(0),
+        Conditioning(torch.ones(1, 3, 4)),
+        conditions,
     )  # type: ignore[arg-type]
     assert torch.allclose(e.flatten(), torch.tensor([4.0]))
 
@@ -104,10 +107,12 @@ def test_bn_loss_by_hand() -> None:
 
 def test_bn_loss_of_an_image_does_not_depend_on_its_batch() -> None:
     teacher = as_teacher(bn_model(0.2, 2.0))
-    one = image_with_normalised_pixels(0, 2)
-    other = image_with_normalised_pixels(1, -1)
-    alone = classifier_loss(teacher, one, torch.tensor([0]), 1.0, 1.0)
-    together = classifier_loss(teacher, torch.cat([one, other]), torch.tensor([0, 3]), 1.0, 1.0)
+    image = image_with_normalised_pixels(0, 2)
+    second_image = image_with_normalised_pixels(1, -1)
+    alone = classifier_loss(teacher, image, torch.tensor([0]), 1.0, 1.0)
+    together = classifier_loss(
+        teacher, torch.cat([image, second_image]), torch.tensor([0, 3]), 1.0, 1.0
+    )
     assert torch.allclose(alone, together[:1])
 
 
@@ -241,10 +246,10 @@ def test_mean_teacher_by_hand() -> None:
     assert torch.allclose(plain[0], torch.tensor([0.4, 0.25, 0.35]))
     # a holds classes 0 and 1, b holds 1 and 2: class 0 is 0.6 (a), class 1 is (0.3 + 0.2) / 2,
     # class 2 is 0.6 (b); sum 1.45
-    known = mean_teacher(
+    class_mean = mean_teacher(
         TEACHERS, {"a": [0, 1], "b": [1, 2]}, PIXELS, torch.device("cpu"), plain=False
     )
-    assert torch.allclose(known[1], torch.tensor([0.6, 0.25, 0.6]) / 1.45)
+    assert torch.allclose(class_mean[1], torch.tensor([0.6, 0.25, 0.6]) / 1.45)
 
 
 def test_own_teacher_by_hand() -> None:
@@ -257,7 +262,7 @@ def test_distillation_term_by_hand() -> None:
 
     The gradient of CE + w KL(teacher || softmax) is (p - onehot) + w (p - teacher).
     """
-    from osfl.models.training import fit
+    from osfl.models.training import ExtraLoss, fit
 
     model = Constant(0.5, 0.25, 0.25)
     before = model.logits.detach().clone()
@@ -270,8 +275,7 @@ def test_distillation_term_by_hand() -> None:
         settings,
         0,
         torch.device("cpu"),
-        teacher=teacher,
-        distillation_weight=2.0,
+        extra=ExtraLoss(teacher, 2.0),
     )
     p = torch.tensor([0.5, 0.25, 0.25])
     expected = (p - torch.tensor([1.0, 0, 0])) + 2.0 * (p - teacher[0])

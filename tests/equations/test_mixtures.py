@@ -27,9 +27,8 @@ def stream() -> torch.Generator:
 
 
 def posterior(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of images of one class.
-
-    Power 0.33 that they share, variance 0.5 between them, 0.05 of their own.
+    """Images of one class: power 0.33 that they share, variance 0.5 between them, 0.05 of their
+    own.
     """
     generator = torch.Generator().manual_seed(3)
     shared = 0.33**0.5 * torch.randn(1, *SHAPE, generator=generator)
@@ -76,15 +75,15 @@ def test_the_closed_mixtures_components_are_groups_diffused_forward(monkeypatch)
     mean = mean + torch.randn(4, *SHAPE, generator=stream())
     weights, *_ = fit_mixture(mean, 2, seed=0)
     monkeypatch.setattr(espresso, "mixed_latents", lambda mean, logvar, generator: mean)
-    made = espresso.closed_mixture(mean, mean, torch.tensor(0.25), 2, stream(), 0)
+    mixture = espresso.closed_mixture(mean, mean, torch.tensor(0.25), 2, stream(), 0)
     assert sorted(weights.tolist()) == pytest.approx([0.25, 0.75])
-    assert torch.allclose(made[0], weights)
+    assert torch.allclose(mixture[0], weights)
     many = int(weights.argmax())
     group = mean[[0, 2, 3]].double().numpy()
-    np.testing.assert_allclose(made[1][many].numpy(), 0.5 * group.mean(0), rtol=1e-4)
-    np.testing.assert_allclose(made[2][many].numpy(), 0.25 * group.var(0) + 0.75, rtol=1e-4)
-    np.testing.assert_allclose(made[1][1 - many].numpy(), 0.5 * mean[1].numpy(), rtol=1e-4)
-    np.testing.assert_allclose(made[2][1 - many].numpy(), 0.75, rtol=1e-4)
+    np.testing.assert_allclose(mixture[1][many].numpy(), 0.5 * group.mean(0), rtol=1e-4)
+    np.testing.assert_allclose(mixture[2][many].numpy(), 0.25 * group.var(0) + 0.75, rtol=1e-4)
+    np.testing.assert_allclose(mixture[1][1 - many].numpy(), 0.5 * mean[1].numpy(), rtol=1e-4)
+    np.testing.assert_allclose(mixture[2][1 - many].numpy(), 0.75, rtol=1e-4)
 
 
 def test_a_fit_to_draws_is_a_fit_to_their_noise() -> None:
@@ -143,11 +142,11 @@ def test_clients_send_the_closed_mixture_unless_the_sampled_is_asked_for(tiny_ki
             seed = seed_of(0, *purpose)
             latents = mean[rows], logvar[rows], a_first
             if how == "closed":
-                wanted = espresso.closed_mixture(*latents, 2, generator, seed)
+                expected = espresso.closed_mixture(*latents, 2, generator, seed)
             else:
                 noised = espresso.noisy_latents(*latents, 2, generator)
-                wanted = fit_mixture(noised, 2, seed)
-            for ours, theirs in zip(sent, wanted, strict=True):
+                expected = fit_mixture(noised, 2, seed)
+            for ours, theirs in zip(sent, expected, strict=True):
                 assert ours is not None
                 assert torch.equal(ours[row], theirs)
     assert parse_run_config(quick()).espresso.mixture_fit == "closed"

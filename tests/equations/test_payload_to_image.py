@@ -28,7 +28,7 @@ from osfl.payload.kinds import (
     Encodings,
     Mixtures,
 )
-from server_app import pipeline
+from server_app import distillation, pipeline
 from server_app.expected import run_dimensions
 from server_app.methods import (
     espresso,
@@ -74,7 +74,9 @@ def run_to_the_images(
     monkeypatch.setattr(
         pipeline,
         "synthesize",
-        lambda job, plan, make, *_: SimpleNamespace(pixels=make(CPU)(plan), labels=None),
+        lambda job, plan, make, *_: SimpleNamespace(
+            pixels=make(CPU)(plan), labels=None, clients=()
+        ),
     )
     monkeypatch.setattr(pipeline, "train_global", lambda *args: None)
     method.run(job, payloads)
@@ -214,8 +216,9 @@ def test_fedbip(tiny_kit, composed, monkeypatch) -> None:  # type: ignore[no-unt
     words = torch.tensor(OWN)
     prompt = encode_concept_prompt(kit.text)
     expected = prompt.filled(*(values[:, None].expand(-1, 32) for values in (domains, words)))
-    assert torch.equal(only.c, expected)
-    assert torch.equal(composed[0][0], kit.text([""])[:, : prompt.base.shape[0]])
+    assert torch.equal(only.c, expected.states)
+    length = prompt.base.states.shape[1]
+    assert torch.equal(composed[0][0], kit.text([""]).states[:, :length])
     assert only.scale == 4.5
     ((z, noise, a),) = started
     assert z[:, 0, 0, 0].tolist() == OWN
@@ -225,14 +228,14 @@ def test_fedbip(tiny_kit, composed, monkeypatch) -> None:  # type: ignore[no-unt
 
 def mixtures(deviation: float = 0.0) -> dict[str, Mixtures]:
     """One cluster and one component that count; a second with weight 0, marked otherwise."""
-    other = torch.tensor([0.0, 5000.0])
+    offsets = torch.tensor([0.0, 5000.0])
     return {
         client: Mixtures(
             NAMES[client],
-            rows(client, 2, 8, 32) + other[:, None, None],
+            rows(client, 2, 8, 32) + offsets[:, None, None],
             torch.tensor([[1.0, 0.0]] * len(HELD[client])),
             torch.tensor([[1.0, 0.0]] * len(HELD[client])),
-            rows(client, 2, 4, 8, 8) + other[:, None, None, None],
+            rows(client, 2, 4, 8, 8) + offsets[:, None, None, None],
             torch.full((len(HELD[client]), 2, 4, 8, 8), deviation**2),
         )
         for client in HELD
@@ -281,11 +284,11 @@ def resnet(seed: int) -> nn.Module:
 
 
 @pytest.mark.parametrize("gradient", ["full", "x0"])
-def test_what_guides_a_classifiers_images(tiny_kit, monkeypatch, gradient: str) -> None:  # type: ignore[no-untyped-def]
-    seen = []
+def test_each_client_guides_its_classifiers_images(tiny_kit, monkeypatch, gradient: str) -> None:  # type: ignore[no-untyped-def]
+    calls = []
 
     def record(kit, z, t, c0, conditions):  # type: ignore[no-untyped-def]
-        seen.append((conditions, torch.is_grad_enabled()))
+        calls.append((conditions, torch.is_grad_enabled()))
         return 0 * z
 
     monkeypatch.setattr(fedlmg, "compose", record)
@@ -295,15 +298,15 @@ def test_what_guides_a_classifiers_images(tiny_kit, monkeypatch, gradient: str) 
     prompts = kit.text([f"an image of {name}" for name in CLASSES])
     loss_at = fedlmg.guidance_loss(kit, PLAN, prompts, teachers, settings, None)
     loss_at(initial_noise(PLAN, kit.latent_shape, CPU).requires_grad_(), torch.tensor(501))
-    (((only,), differentiable),) = seen
-    assert torch.equal(only.c, prompts_of(tiny_kit, *CLASS_PROMPTS))
+    (((only,), differentiable),) = calls
+    assert torch.equal(only.c.states, prompts_of(tiny_kit, *CLASS_PROMPTS))
     assert only.scale == 4.5
     assert differentiable == (gradient == "full")
 
 
 def test_the_gradient_at_x0_takes_the_latents_as_standard_normal(tiny_kit, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    """Where e does not depend on z, x0hat = z / sqrt(a_t) + ..., whose own derivative is 1 /
-    sqrt(a_t); in place of it stands sqrt(a_t).
+    """If e does not depend on z, x0hat = z / sqrt(a_t) + ..., whose derivative is 1 / sqrt(a_t);
+    sqrt(a_t) replaces it.
     """
     monkeypatch.setattr(
         fedlmg, "compose", lambda kit, z, t, c0, conditions: torch.full_like(z, 0.1)
@@ -385,11 +388,11 @@ def test_each_strategy_has_its_own_teacher(
 
     A unit whose images share their statistics may not be sampled in parts.
     """
-    held = {"a": [0, 1], "b": [1, 2]}
-    states = {client: resnet(n).state_dict() for n, client in enumerate(held)}
+    client_labels = {"a": [0, 1], "b": [1, 2]}
+    states = {client: resnet(n).state_dict() for n, client in enumerate(client_labels)}
     payloads = {
-        c: Classifier(tuple(CLASSES[k] for k in held[c]), "shufflenet_v2_x1_0", states[c])
-        for c in held
+        c: Classifier(tuple(CLASSES[k] for k in client_labels[c]), "shufflenet_v2_x1_0", states[c])
+        for c in client_labels
     }
     job = server(
         tiny_kit,
@@ -400,28 +403,28 @@ def test_each_strategy_has_its_own_teacher(
             fedlmg__bn_statistics=statistics,
         ),
     )
-    job.held = lambda payloads: held
+    job.held = lambda payloads: client_labels
     owners = ("a", "a", "b", "b")
     pixels = torch.randint(
         256, (4, 3, 16, 16), generator=torch.Generator().manual_seed(0), dtype=torch.uint8
     )
-    made = SimpleNamespace(pixels=pixels, labels=torch.tensor([0, 1, 1, 2]), clients=owners)
+    images = SimpleNamespace(pixels=pixels, labels=torch.tensor([0, 1, 1, 2]), clients=owners)
     targets = {}
     parted = []
     monkeypatch.setattr(
         pipeline,
         "synthesize",
-        lambda job, plan, make, divisible, *_: (parted.append(divisible), made)[1],
+        lambda job, plan, make, divisible, *_: (parted.append(divisible), images)[1],
     )
     monkeypatch.setattr(
-        fedlmg,
+        distillation,
         "train_global",
         lambda job, name, x, y, target, weight: targets.__setitem__(name, target),
     )
     fedlmg.run(job, payloads)
     assert parted == [statistics == "image"]
     p = {}
-    for number, client in enumerate(held):
+    for number, client in enumerate(client_labels):
         model = resnet(number)
         model.load_state_dict(states[client])
         p[client] = classifiers.compute_logits(model.eval(), pixels, CPU).softmax(1)
@@ -458,8 +461,8 @@ def test_espressos_clusters_learn_from_their_own_images(tiny_kit, monkeypatch) -
     )
 
     def learn(kit, start, mean, logvar, rows_of, names, settings, job):  # type: ignore[no-untyped-def]
-        learned.update(rows=[rows.tolist() for rows in rows_of], names=names, start=start)
-        return start
+        learned.update(rows=[rows.tolist() for rows in rows_of], names=names, start=start.states)
+        return start.states
 
     latents = espresso_half.noisy_latents
     monkeypatch.setattr(espresso_half, "train_conditions", learn)
@@ -503,13 +506,13 @@ def test_feddisc_clusters_each_classs_noised_embeddings(tiny_unclip, monkeypatch
     data = images(3, 8, 3)
     levels = []
     add = load_embedding_noise(str(tiny_unclip))
-    whole: list[torch.Tensor] = []
+    noisy_vectors: list[torch.Tensor] = []
 
     def watched(embeddings, level, noise):  # type: ignore[no-untyped-def]
         levels.append(level.tolist())
-        whole.append(add(embeddings, level, noise))
+        noisy_vectors.append(add(embeddings, level, noise))
         assert torch.equal(embeddings, load_image_encoder(str(tiny_unclip), CPU)(data.pixels))
-        return whole[0]
+        return noisy_vectors[0]
 
     monkeypatch.setattr(feddisc_half, "load_embedding_noise", lambda kit: watched)
     payload = feddisc_half.make_payload(
@@ -523,5 +526,5 @@ def test_feddisc_clusters_each_classs_noised_embeddings(tiny_unclip, monkeypatch
     )
     assert levels == [[300] * 3]
     assert payload.classes == ("three", "eight")
-    assert torch.allclose(payload.vectors[0, -1], whole[0][[0, 2]].mean(0), atol=1e-6)
-    assert torch.allclose(payload.vectors[1], whole[0][[1]].expand(3, -1), atol=1e-6)
+    assert torch.allclose(payload.vectors[0, -1], noisy_vectors[0][[0, 2]].mean(0), atol=1e-6)
+    assert torch.allclose(payload.vectors[1], noisy_vectors[0][[1]].expand(3, -1), atol=1e-6)

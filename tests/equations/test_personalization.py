@@ -1,4 +1,4 @@
-"""What clients make of the global model for themselves: by NumPy, over whole runs."""
+"""Personalized models of clients: by NumPy, and over whole runs."""
 
 import json
 import re
@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import ConfigRecord, Message, MetricRecord
-from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -17,6 +16,7 @@ from client_app import handlers
 from client_app.app import app
 from osfl.config import ConfigError, NodeConfig, RunConfig, parse_run_config
 from osfl.data.load import Images, load_images
+from osfl.inference.description import ModelDescription, read_description
 from osfl.models import classifiers
 from osfl.payload.messages import SentModel, pack_model, unpack_model
 from osfl.util.seeds import seed_of
@@ -24,10 +24,11 @@ from server_app.app import run_job
 from server_app.federation import evaluate
 from server_app.federation.exchange import RoundError
 from tests.helpers import analytic_classifier
-from tests.helpers.analytic import CLASSES, random_pixels
+from tests.helpers.analytic import CLASSES
 from tests.helpers.analytic_classifier import State, features, in_numbers, in_use, sgd
 from tests.helpers.analytic_training import assert_same, order
 from tests.helpers.loop_grid import LoopGrid
+from tests.helpers.random_folders import folder_settings, save_clients
 from tests.helpers.settings import quick
 from tests.helpers.whole_runs import nodes
 
@@ -42,34 +43,20 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def root(home: Path) -> Path:
     """Two clients' folders, of 12 and 23 images, and 24 to test on."""
-    for number, count in enumerate((12, 23)):
-        save_images(home / "root" / f"client-{number}" / "train", count, number)
-        save_images(home / "root" / f"client-{number}" / "test", 24, number + 2)
-    return home / "root"
-
-
-def save_images(folder: Path, count: int, seed: int) -> None:
-    for row, pixels in enumerate(random_pixels(count, 16, seed=seed)):
-        file = folder / CLASSES[(row + seed) % 4] / f"{row:02d}.png"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(file)
+    return save_clients(home / "root", 12, 23)
 
 
 def settings(root: Path, **overrides: object) -> dict[str, Any]:
-    given = {
-        "method": "ceiling",
-        "data__name": "folder",
-        "data__root": str(root),
-        "data__classes": ",".join(CLASSES),
-        "global_model__init": "none",
+    defaults = {
+        **folder_settings(root),
         "global_model__lr": 0.01,
         "global_model__momentum": 0.5,
         "global_model__weight_decay": 0.02,
-        "adaptation__steps": STEPS,
-        "adaptation__lr": 0.3,
-        "adaptation__batch_size": 5,
+        "personalization__steps": STEPS,
+        "personalization__lr": 0.3,
+        "personalization__batch_size": 5,
     }
-    return quick(**{**given, **overrides})
+    return quick(**{**defaults, **overrides})
 
 
 def run(
@@ -93,13 +80,13 @@ def images_of(config: RunConfig, number: int, split: str) -> Images:
 def confusion_of(state: State, images: Images) -> list[list[int]]:
     """The confusion matrix: a row for each true class."""
     cells = np.zeros((4, 4), dtype=int)
-    said = in_use(state, features(images.pixels)).argmax(axis=1)
-    np.add.at(cells, (images.labels.numpy(), said), 1)
+    predictions = in_use(state, features(images.pixels)).argmax(axis=1)
+    np.add.at(cells, (images.labels.numpy(), predictions), 1)
     return cells.tolist()
 
 
 def adapted(config: RunConfig, number: int, begin: State) -> State:
-    """By hand: SGD from the global model, on the client's own images in its own order."""
+    """SGD by hand from the global model, on the client's own images in its own order."""
     images = images_of(config, number, "train")
     seed = seed_of(config.seed, "adaptation", f"client-{number}")
     batches = order(len(images), 5, STEPS, seed)[:STEPS]
@@ -112,42 +99,47 @@ def adapted(config: RunConfig, number: int, begin: State) -> State:
     return sgd(begin, features(images.pixels), images.labels.numpy(), batches, Recipe)
 
 
+def described(file: Path) -> ModelDescription:
+    with safe_open(file, "pt") as model_file:
+        description = read_description(model_file.metadata())
+    assert description is not None
+    return description
+
+
 def test_each_client_adapts_the_global_model_to_its_own_images(home: Path, root: Path) -> None:
-    """It is trained by the global model's momentum and weight decay; both are tested, and sites
-    that keep models have both, of two sites in one folder.
+    """Training has the global model's momentum and weight decay; both are tested, and sites that
+    keep models have both, two sites in one folder.
     """
     sites = [{**node, "models-dir": str(home / "kept")} for node in nodes(2)]
     config, grid = run(settings(root), sites)
     assert [node for node, kind in grid.sent if kind == "evaluate"] == [0, 1, 0, 1]
     begin = in_numbers(load_file(home / "runs" / "job" / "models" / "real.safetensors"))
     came = of_run(home, "tests/real.json")
-    own = of_run(home, "tests/real.adapted.json")
+    matrices = of_run(home, "tests/real.adapted.json")
     for number in range(2):
         client = f"client-{number}"
         expected = adapted(config, number, begin)
         test = images_of(config, number, "test")
         assert came[client] == confusion_of(begin, test)
-        assert own[client] == confusion_of(expected, test)
-        assert own[client] != came[client]
+        assert matrices[client] == confusion_of(expected, test)
+        assert matrices[client] != came[client]
         for name, state in (("", begin), ("-adapted", expected)):
             file = home / "kept" / f"job-real-{client}{name}.safetensors"
             assert_same(load_file(file), state)
-            with safe_open(file, "pt") as kept:
-                assert kept.metadata() == {
-                    "architecture": "shufflenet_v2_x1_0",
-                    "classes": json.dumps(list(CLASSES)),
-                    "small-stem": "false",
-                    "adapted": "true" if name else "false",
-                }
+            stated = described(file)
+            assert (stated.architecture, stated.small_stem) == ("shufflenet_v2_x1_0", False)
+            assert (stated.classes, stated.run, stated.name) == (CLASSES, "job", "real")
+            suffix = "; then 5 steps on a site's images" if name else ""
+            assert stated.trained_on == f"the images of all clients, pooled{suffix}"
             assert file.stat().st_mode & 0o777 == 0o600
-    found = of_run(home, "metrics.json")
-    assert found["adapted"] == {"real": 2}
-    assert found["shown"] == "real"
-    assert found["average"] == found["accuracy"]["real"]["average"]
-    assert found["not_tested"] == []
+    metrics = of_run(home, "metrics.json")
+    assert metrics["adapted"] == {"real": 2}
+    assert metrics["shown"] == "real"
+    assert metrics["average"] == metrics["accuracy"]["real"]["average"]
+    assert metrics["not_tested"] == []
     # Sent twice
     size = (home / "runs" / "job" / "models" / "real.safetensors").stat().st_size
-    assert found["clients"]["client-0"]["download_bytes"] == 2 * size
+    assert metrics["clients"]["client-0"]["download_bytes"] == 2 * size
     page = (home / "runs" / "job" / "report.html").read_text()
     assert "for 5 steps on its training images. 2 of 2 clients reported the result" in page
     assert "the others have a privacy" not in page
@@ -155,13 +147,13 @@ def test_each_client_adapts_the_global_model_to_its_own_images(home: Path, root:
 
 def test_without_steps_the_model_is_kept_as_it_came(home: Path, root: Path) -> None:
     sites = [{**nodes(2)[0], "models-dir": str(home / "kept")}, nodes(2)[1]]
-    run(settings(root, adaptation__steps=0), sites)
+    run(settings(root, personalization__steps=0), sites)
     assert not (home / "runs" / "job" / "tests" / "real.adapted.json").exists()
     assert of_run(home, "metrics.json")["adapted"] == {}
     assert "adapted" not in (home / "runs" / "job" / "report.html").read_text()
-    kept = load_file(home / "kept" / "job-real-client-0.safetensors")
+    weights = load_file(home / "kept" / "job-real-client-0.safetensors")
     file = home / "runs" / "job" / "models" / "real.safetensors"
-    assert_same(kept, in_numbers(load_file(file)))
+    assert_same(weights, in_numbers(load_file(file)))
     clients = of_run(home, "metrics.json")["clients"]
     assert clients["client-0"]["download_bytes"] == file.stat().st_size
 
@@ -169,14 +161,14 @@ def test_without_steps_the_model_is_kept_as_it_came(home: Path, root: Path) -> N
 def test_a_site_with_a_guarantee_does_not_tell_what_it_made(
     home: Path, root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It keeps the model and says in its own log how good it is; nobody counts as not tested."""
-    own = {"epsilon": 1.0, "test-results": "exact", "models-dir": str(home / "kept")}
-    config, _ = run(settings(root), [{**nodes(2)[0], **own}, nodes(2)[1]])
+    """The site keeps the model and its own log has the accuracy; no client counts as not tested."""
+    site = {"epsilon": 1.0, "test-results": "exact", "models-dir": str(home / "kept")}
+    config, _ = run(settings(root), [{**nodes(2)[0], **site}, nodes(2)[1]])
     assert set(of_run(home, "tests/real.json")) == {"client-0", "client-1"}
     assert set(of_run(home, "tests/real.adapted.json")) == {"client-1"}
-    found = of_run(home, "metrics.json")
-    assert found["adapted"] == {"real": 1}
-    assert found["not_tested"] == []
+    metrics = of_run(home, "metrics.json")
+    assert metrics["adapted"] == {"real": 1}
+    assert metrics["not_tested"] == []
     page = (home / "runs" / "job" / "report.html").read_text()
     assert (
         "1 of 2 clients reported the result, and the averages are over them; the others have"
@@ -184,17 +176,30 @@ def test_a_site_with_a_guarantee_does_not_tell_what_it_made(
     )
     begin = in_numbers(load_file(home / "runs" / "job" / "models" / "real.safetensors"))
     expected = adapted(config, 0, begin)
-    kept = load_file(home / "kept" / "job-real-client-0-adapted.safetensors")
-    assert_same(kept, expected)
+    weights = load_file(home / "kept" / "job-real-client-0-adapted.safetensors")
+    assert_same(weights, expected)
     right = int(np.trace(confusion_of(expected, images_of(config, 0, "test"))))
     assert f"client-0: model personalized: {right} of 24 test images correct" in caplog.text
 
 
+def test_a_site_with_a_guarantee_may_keep_the_predictions_alone(home: Path, root: Path) -> None:
+    site = {"epsilon": 1.0, "test-results": "exact", "predictions-dir": str(home / "kept")}
+    run(settings(root), [{**nodes(2)[0], **site}, nodes(2)[1]])
+    names = {file.name for file in (home / "kept").iterdir()}
+    assert names == {"job-real-client-0.csv", "job-real-client-0-adapted.csv"}
+    assert set(of_run(home, "tests/real.adapted.json")) == {"client-1"}
+
+
 @pytest.mark.slow
-def test_in_a_run_with_an_epsilon_nobody_is_heard(home: Path, root: Path) -> None:
+def test_no_client_is_heard_in_a_run_with_an_epsilon(home: Path, root: Path) -> None:
     """Not even a client that tells."""
     config = settings(root, method="fedpft", epsilon=1.0, classifier__init="none")
-    run(config, tamper=answering(confusion=[0, 0, 0, 6] * 4))
+    sites = [{**node, "models-dir": str(home / "kept")} for node in nodes(2)]
+    run(config, sites, tamper=answering(confusion=[0, 0, 0, 6] * 4))
+    # The personalized model has seen the site's images, to which the guarantee does not apply
+    for suffix, epsilon in (("", 1.0), ("-adapted", None)):
+        stated = described(home / "kept" / f"job-FedPFT-client-0{suffix}.safetensors")
+        assert stated.epsilon == epsilon
     assert not (home / "runs" / "job" / "tests" / "FedPFT.adapted.json").exists()
     assert of_run(home, "metrics.json")["adapted"] == {}
     page = (home / "runs" / "job" / "report.html").read_text()
@@ -204,8 +209,8 @@ def test_in_a_run_with_an_epsilon_nobody_is_heard(home: Path, root: Path) -> Non
 @pytest.mark.parametrize(
     ("why", "said"),
     [
-        ("one image", "adaptation: 1 image.s. to train"),
-        ("it diverged", "adaptation: training diverged"),
+        ("one image", "personalization: 1 image.s. to train"),
+        ("it diverged", "personalization: training diverged"),
     ],
 )
 def test_a_model_that_cannot_be_adapted_costs_its_own_test_alone(
@@ -213,17 +218,17 @@ def test_a_model_that_cannot_be_adapted_costs_its_own_test_alone(
 ) -> None:
     config = settings(root)
     sites = [{**node, "models-dir": str(home / "kept")} for node in nodes(2)]
-    run(settings(root, adaptation__steps=0), sites)
-    own = sorted((root / "client-0" / "train").glob("*/*"))
+    run(settings(root, personalization__steps=0), sites)
+    files = sorted((root / "client-0" / "train").glob("*/*"))
     if why == "one image":
-        for file in own[1:]:
+        for file in files[1:]:
             file.unlink()
         for folder in (root / "client-0" / "train").iterdir():
             if not any(folder.iterdir()):
                 folder.rmdir()
     else:
-        config["adaptation.lr"] = 100.0
-        config["adaptation.steps"] = 2000
+        config["personalization.lr"] = 100.0
+        config["personalization.steps"] = 2000
     # The model is there already, of all images
     run(config, sites)
     assert "client-0 could not test real, personalized: " in caplog.text
@@ -231,8 +236,8 @@ def test_a_model_that_cannot_be_adapted_costs_its_own_test_alone(
     assert set(of_run(home, "tests/real.json")) == {"client-0", "client-1"}
     assert not (home / "kept" / "job-real-client-0-adapted.safetensors").exists()
     assert (home / "kept" / "job-real-client-0.safetensors").exists()
-    told = of_run(home, "metrics.json")["adapted"]
-    assert told == ({} if why == "it diverged" else {"real": 1})
+    counts = of_run(home, "metrics.json")["adapted"]
+    assert counts == ({} if why == "it diverged" else {"real": 1})
 
 
 def answering(**metrics: object) -> Any:
@@ -243,8 +248,8 @@ def answering(**metrics: object) -> Any:
         if kind == "evaluate" and index == 1:
             asked.append(kind)
             if len(asked) == 2:
-                said: Any = {**reply.content.metric_records["metrics"], **metrics}
-                reply.content["metrics"] = MetricRecord(said)
+                figures: Any = {**reply.content.metric_records["metrics"], **metrics}
+                reply.content["metrics"] = MetricRecord(figures)
         return reply
 
     return tamper
@@ -292,18 +297,20 @@ def test_a_site_that_cannot_keep_models_says_so_before_the_work(
         run(settings(root, join_timeout=2.0), sites)
 
 
+@pytest.mark.slow
 def test_a_site_keeps_no_other_clients_classifier(home: Path, root: Path) -> None:
-    config = settings(root, method="local", adaptation__steps=0, classifier__init="none")
+    config = settings(root, method="local", personalization__steps=0, classifier__init="none")
     run(config, [{**node, "models-dir": str(home / "kept")} for node in nodes(2)])
     assert list((home / "kept").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_clients_name_is_not_taken_for_an_adapted_models(home: Path, root: Path) -> None:
     sites = [{**nodes(2)[0], "client-id": "site"}, {**nodes(2)[1], "client-id": "site-adapted"}]
-    run(settings(root, method="local", adaptation__steps=0, classifier__init="none"), sites)
-    found = of_run(home, "metrics.json")
-    assert set(found["accuracy"]) == {"site", "site-adapted"}
-    assert found["adapted"] == {}
+    run(settings(root, method="local", personalization__steps=0, classifier__init="none"), sites)
+    metrics = of_run(home, "metrics.json")
+    assert set(metrics["accuracy"]) == {"site", "site-adapted"}
+    assert metrics["adapted"] == {}
 
 
 def test_a_full_disk_loses_a_model_and_no_test(
@@ -329,7 +336,7 @@ def test_a_server_names_no_file_outside_of_the_folder(part: str, name: str) -> N
         unpack_model(sent)
 
 
-def test_where_models_are_kept_shapes_no_payload(root: Path) -> None:
+def test_the_folder_of_models_shapes_no_payload(root: Path) -> None:
     from client_app.app import cache_key
 
     config = parse_run_config(settings(root))
@@ -339,20 +346,22 @@ def test_where_models_are_kept_shapes_no_payload(root: Path) -> None:
 
 
 def test_local_models_are_nobodys_to_adapt(root: Path) -> None:
-    with pytest.raises(ConfigError, match="adaptation.steps = 5: must be 0 with method 'local'"):
+    with pytest.raises(
+        ConfigError, match="personalization.steps = 5: must be 0 with method 'local'"
+    ):
         parse_run_config(settings(root, method="local"))
 
 
 def test_a_model_with_rounds_is_shown_as_it_came(home: Path, root: Path) -> None:
     run(settings(root, method="fedavg", rounds__count=1, classifier__init="none"))
-    found = of_run(home, "metrics.json")
-    assert list(found["accuracy"]) == ["fedavg", "fedavg, adapted"]
-    assert found["shown"] == "fedavg"
+    metrics = of_run(home, "metrics.json")
+    assert list(metrics["accuracy"]) == ["fedavg", "fedavg, adapted"]
+    assert metrics["shown"] == "fedavg"
     page = (home / "runs" / "job" / "report.html").read_text()
     assert "test images, also for the model that it adapted to its training images." in page
 
 
-def test_who_adapts_is_not_asked_twice(
+def test_a_client_that_adapts_is_not_asked_twice(
     home: Path, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
@@ -369,26 +378,29 @@ def test_who_adapts_is_not_asked_twice(
 
 def test_a_finished_run_is_tested_again_as_it_is_asked(home: Path, root: Path) -> None:
     """Nothing is trained anew; without steps what an earlier test left is gone."""
-    run(settings(root, adaptation__steps=0))
+    run(settings(root, personalization__steps=0))
     model = home / "runs" / "job" / "models" / "real.safetensors"
     before = model.stat().st_mtime_ns
     config, _ = run(settings(root))
     begin = in_numbers(load_file(model))
-    own = of_run(home, "tests/real.adapted.json")
-    assert own["client-1"] == confusion_of(adapted(config, 1, begin), images_of(config, 1, "test"))
-    run(settings(root, adaptation__steps=0))
+    matrices = of_run(home, "tests/real.adapted.json")
+    assert matrices["client-1"] == confusion_of(
+        adapted(config, 1, begin), images_of(config, 1, "test")
+    )
+    run(settings(root, personalization__steps=0))
     assert model.stat().st_mtime_ns == before
     assert not (home / "runs" / "job" / "tests" / "real.adapted.json").exists()
     assert of_run(home, "metrics.json")["adapted"] == {}
 
 
+@pytest.mark.slow
 def test_each_of_several_global_models_is_adapted_by_itself(
     home: Path, root: Path, tiny_kit: Path
 ) -> None:
     """FedLMG's three: a client begins with the one that came, and keeps and tests each."""
-    own = {"kit": str(tiny_kit), "classifier__init": "none", "fedlmg__bn_weight": 0.0}
+    options = {"kit": str(tiny_kit), "classifier__init": "none", "fedlmg__bn_weight": 0.0}
     sites = [{**node, "models-dir": str(home / "kept")} for node in nodes(2)]
-    several = settings(root, method="fedlmg", fedlmg__strategies="ft,md,sd", **own)
+    several = settings(root, method="fedlmg", fedlmg__strategies="ft,md,sd", **options)
     config, grid = run(several, sites)
     assert [node for node, kind in grid.sent if kind == "evaluate"] == [0, 1] * 6
     files = {
@@ -400,12 +412,12 @@ def test_each_of_several_global_models_is_adapted_by_itself(
         begin = in_numbers(load_file(file))
         for number in range(2):
             expected = adapted(config, number, begin)
-            kept = home / "kept" / f"job-{name}-client-{number}-adapted.safetensors"
-            assert_same(load_file(kept), expected)
+            model_file = home / "kept" / f"job-{name}-client-{number}-adapted.safetensors"
+            assert_same(load_file(model_file), expected)
             test = confusion_of(expected, images_of(config, number, "test"))
             assert of_run(home, f"tests/{name}.adapted.json")[f"client-{number}"] == test
-    found = of_run(home, "metrics.json")
-    assert found["adapted"] == {"FT": 2, "MD": 2, "SD": 2}
+    metrics = of_run(home, "metrics.json")
+    assert metrics["adapted"] == {"FT": 2, "MD": 2, "SD": 2}
     # Each is sent twice; the kit was there
     size = sum(file.stat().st_size for file in files.values())
-    assert found["clients"]["client-0"]["download_bytes"] == 2 * size
+    assert metrics["clients"]["client-0"]["download_bytes"] == 2 * size

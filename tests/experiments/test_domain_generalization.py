@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import harness
 from benchmarks.accuracy import domain_generalization
-from benchmarks.federation import DOMAINS, cell_name, client_settings, config_of
+from benchmarks.federation import DOMAINS, cell_name, config_of
 from osfl.config import NodeConfig
 from osfl.data.load import domain_name
 from osfl.methods import METHODS
@@ -34,13 +34,13 @@ def test_a_fold_is_taught_by_the_others_and_tested_by_its_own(
         assert domain_generalization.accuracy_on(number, settings) == 50.0
         assert scored == [1, 0][: len(scored)]
         folder = harness.RUNS / "jobs" / cell_name(settings)
-        others = {f"client-{k}" for k in range(3) if k != number}
+        clients = {f"client-{k}" for k in range(3) if k != number}
         if method == "prompts-only" and len(scored) == (1 if number else 2):
             rows = (folder / "manifest.jsonl").read_text().splitlines()
-            assert {json.loads(row)["client"] for row in rows} == others
+            assert {json.loads(row)["client"] for row in rows} == clients
         name = "FT" if method == "prompts-only" else "real"
-        about = json.loads((folder / "models" / f"{name}.json").read_text())
-        assert about["images"] == (20 if method == "prompts-only" else 60)
+        description = json.loads((folder / "models" / f"{name}.json").read_text())
+        assert description["images"] == (20 if method == "prompts-only" else 60)
     assert scored == [1, 0]
 
 
@@ -61,48 +61,6 @@ def test_the_tested_domain_is_not_among_the_others() -> None:
     assert domain_generalization.with_names({"seed": 0}, 4) == {"seed": 0}
 
 
-def test_a_fold_with_other_names_is_measured_anew(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A fold's figure is kept under the names that it was told."""
-    settings = {"method": "prompts-only", "seed": 0, "public-domains": domain_generalization.OTHERS}
-    told = domain_generalization.with_names(settings, 2)
-
-    def begun(method: str) -> None:
-        raise LookupError("it is not there, and would begin")
-
-    monkeypatch.setattr(domain_generalization, "server_module", begun)
-    domain_generalization.EXPERIMENT.cell(f"{cell_name(told)}-without-2", lambda: 12.5)
-    assert domain_generalization.accuracy_on(2, settings) == 12.5
-    others = tuple(reversed(DOMAINS))
-    monkeypatch.setattr(domain_generalization, "DOMAINS", others)
-    assert domain_generalization.with_names(settings, 2) != told
-    with pytest.raises(LookupError):
-        domain_generalization.accuracy_on(2, settings)
-
-
-def test_a_fold_draws_every_public_domain_but_its_own(
-    home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(domain_generalization, "CLIENTS", ("client-0", "client-1", "client-2"))
-    monkeypatch.setattr(domain_generalization, "accuracy_on_test", lambda *given: 50.0)
-    changed = quick(kit=str(tiny_kit), method="prompts-only", num_clients=3)
-    settings = {key: value for key, value in changed.items() if DEFAULTS[key] != value}
-    settings |= {"seed": 0, "public-domains": domain_generalization.OTHERS}
-    domain_generalization.accuracy_on(1, settings)
-    (manifest,) = (harness.RUNS / "jobs").glob("*/manifest.jsonl")
-    owners = {json.loads(row)["client"] for row in manifest.read_text().splitlines()}
-    public = {f"public.{name}" for name in DOMAINS if name != "infograph"}
-    assert owners == {"client-0", "client-2", *public}
-
-
-def test_what_the_server_adds_changes_no_payload() -> None:
-    plain = {"method": "domain-vector", "seed": 0}
-    more = {**plain, "domain-vector.guidance": 3.0, "public-domains": domain_generalization.OTHERS}
-    more |= {"synthesis.steps": 10, "global-model.epochs": 3}
-    assert client_settings(more) == client_settings(plain) == plain
-
-
 def test_the_difference_to_the_ceiling_is_paired_by_domain(monkeypatch: pytest.MonkeyPatch) -> None:
     """1, 2, 3, 1, 2, 3 above the ceiling: mean 2, s = sqrt(4 / 5), t(5) = 2.5706."""
     of_ceiling = [10.0, 20.0, 30.0, 40.0, 50.0, 60.0]
@@ -112,7 +70,7 @@ def test_the_difference_to_the_ceiling_is_paired_by_domain(monkeypatch: pytest.M
         return of_ceiling[number] + (above[number] if settings["method"] != "ceiling" else 0)
 
     monkeypatch.setattr(domain_generalization, "accuracy_on", accuracy_on)
-    ceiling, row = (domain_generalization.line(one, (0,)) for one in ("ceiling", "domain-vector"))
+    ceiling, row = (domain_generalization.line(name, (0,)) for name in ("ceiling", "domain-vector"))
     assert (ceiling[""], ceiling["average"], ceiling["to the ceiling"]) == ("ceiling", "35.0", "")
     assert row["average"] == "37.0"
     assert [row[name] for name in DOMAINS][:2] == ["11.0", "22.0"]

@@ -75,25 +75,25 @@ def test_a_command_makes_what_was_asked_for_or_all(known: tuple[Any, ...]) -> No
     assert some_of([], known, parser) == list(known)
 
 
-def test_what_is_unknown_ends_the_command_and_names_what_is_known(
+def test_an_unknown_row_ends_the_command_and_lists_the_rows(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     parser = command_line("First line.\n\n    python -m it   # as it stands")
     with pytest.raises(SystemExit) as ended:
         some_of(["FGL", "FedSomething"], ORDER, parser)
     assert ended.value.code == 2
-    said = capsys.readouterr().err
-    assert "'FedSomething': must be some of FGL; OSCAR, pooled; Espresso" in said
+    message = capsys.readouterr().err
+    assert "'FedSomething': must be some of FGL; OSCAR, pooled; Espresso" in message
     assert "First line.\n\n    python -m it   # as it stands" in parser.format_help()
 
 
 def test_clients_have_a_hundred_images_to_learn_from_and_three_hundred_to_be_tested_on() -> None:
     for split, count in (("train", 100), ("test", 300)):
-        found = client_images(split)
-        assert [len(part) for part in found] == [count] * 6
-        assert all(len(set(part.labels.tolist())) == 10 for part in found)
+        parts = client_images(split)
+        assert [len(part) for part in parts] == [count] * 6
+        assert all(len(set(part.labels.tolist())) == 10 for part in parts)
         # Each in its own style
-        means = {round(float(part.pixels.float().mean()), 2) for part in found}
+        means = {round(float(part.pixels.float().mean()), 2) for part in parts}
         assert len(means) == 6
 
 
@@ -139,8 +139,8 @@ def test_all_futures_are_waited_for_before_an_error_is_raised() -> None:
     first: Future[None] = Future()
     last: Future[None] = Future()
     first.set_exception(RuntimeError("out of memory"))
-    with ThreadPoolExecutor(1) as other:
-        waiting = other.submit(harness.wait_for_all, [first, last])
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(harness.wait_for_all, [first, last])
         with pytest.raises(TimeoutError):
             waiting.exception(timeout=0.2)
         last.set_result(None)

@@ -41,7 +41,7 @@ OWN = {
     "payload-codec",
     "epsilon",
     "clip-norm",
-    "label-check",
+    "label-filter",
 }
 
 
@@ -66,20 +66,20 @@ def test_a_row_changes_its_method_and_nothing_of_the_recipe(row: str) -> None:
     method = METHODS[str(settings["method"])]
     section = method.server.replace("_", "-")
     changed = {key for key, value in settings.items() if recipe.COMMON.get(key) != value}
-    others = {key for key in changed - OWN if not key.startswith(f"{section}.")}
-    assert not others
+    extras = {key for key in changed - OWN if not key.startswith(f"{section}.")}
+    assert not extras
     assert settings["seed"] == 3
 
 
 def test_conditions_are_learned_in_as_many_steps() -> None:
-    found = [
+    step_counts = [
         value
         for settings in recipe.ROWS.values()
         for key, value in settings.items()
         if key.endswith(".steps") and not key.startswith(("synthesis.", "global-model."))
     ]
-    assert len(found) == 23
-    assert set(found) == {600}
+    assert len(step_counts) == 23
+    assert set(step_counts) == {600}
 
 
 def payloads_of(row: str) -> str:
@@ -96,22 +96,23 @@ def test_rows_share_payloads_where_only_the_server_differs() -> None:
 
 
 def test_espressos_clients_read_the_sampling_steps() -> None:
-    """Their latents are noised to the first timestep, which depends on how many there are."""
+    """Latents are noised to the first timestep, which depends on how many there are."""
     few = {"seed": 0, "synthesis.steps": 5}
     assert client_settings({"method": "espresso", **few}) == {"method": "espresso", **few}
     assert client_settings({"method": "feddeo", **few}) == {"method": "feddeo", "seed": 0}
 
 
+@pytest.mark.slow
 def test_payloads_are_made_once_as_clients_send_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = recipe.settings_of("prompts-domain", 0)
-    made = federation.payloads_of(settings)
-    assert made == {f"client-{k}": Domain(DIGITS, name) for k, name in enumerate(DOMAINS)}
+    payloads = federation.payloads_of(settings)
+    assert payloads == {f"client-{k}": Domain(DIGITS, name) for k, name in enumerate(DOMAINS)}
     # One that is there is taken as it is, and not made again
     (folder,) = (harness.RUNS / "payloads").glob("payloads-*")
-    other = wire.encode(Domain(DIGITS, "oil"), "prompts-domain", folder.name, "client-2")
-    (folder / "client-2" / "payload.pb").write_bytes(other)
+    blob = wire.encode(Domain(DIGITS, "oil"), "prompts-domain", folder.name, "client-2")
+    (folder / "client-2" / "payload.pb").write_bytes(blob)
     assert federation.payloads_of(settings)["client-2"] == Domain(DIGITS, "oil")
 
 
@@ -130,15 +131,15 @@ def test_coded_rows_have_the_payloads_of_the_others_and_lose_what_the_codec_lose
         file.parent.mkdir(parents=True)
         payload = DomainVector(DIGITS, domain)
         file.write_bytes(wire.encode(payload, "domain-vector", folder.name, client))
-    for client, found in federation.payloads_of(settings).items():
-        assert torch.equal(found.domain, domain), client  # type: ignore[union-attr]
-    for client, found in federation.payloads_of(recipe.settings_of(row, 0)).items():
-        made = found.domain  # type: ignore[union-attr]
-        assert made[0].tolist() == [7.0] + [0.0] * 63, client
-        assert torch.allclose(made[1:], domain[1:], rtol=1e-3)
+    for client, client_payload in federation.payloads_of(settings).items():
+        assert torch.equal(client_payload.domain, domain), client  # type: ignore[union-attr]
+    for client, client_payload in federation.payloads_of(recipe.settings_of(row, 0)).items():
+        rows = client_payload.domain  # type: ignore[union-attr]
+        assert rows[0].tolist() == [7.0] + [0.0] * 63, client
+        assert torch.allclose(rows[1:], domain[1:], rtol=1e-3)
 
 
-def test_what_sends_nothing_has_no_payloads() -> None:
+def test_a_method_without_clients_has_no_payloads() -> None:
     assert federation.payloads_of(recipe.settings_of("ceiling", 0)) == {}
 
 
@@ -160,8 +161,8 @@ def test_the_figures_of_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         keep("prompts-domain", seed, [row - 20.0] * 6)
         keep("domain-vector", seed, [row] * 6)
         keep("ceiling, as long", seed, [ceiling + 1] * 6)
-    found = method_comparison.line("FedDEO", (0, 1), "domain")
-    assert found == {
+    line = method_comparison.line("FedDEO", (0, 1), "domain")
+    assert line == {
         "": "FedDEO",
         "clipart": "47.0",
         "infograph": "57.0",
@@ -205,36 +206,6 @@ def test_rows_that_share_payloads_do_not_make_them_at_the_same_time(
     ]
 
 
-def test_the_table_has_its_own_cells_and_keeps_its_other_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for seed in (0, 1):
-        for row in (*method_comparison.REFERENCES, "FedDEO", "OSCAR"):
-            keep(row, seed, [50.0 + seed] * 6)
-    for row in ("OSCAR", "FedDEO"):
-        monkeypatch.setattr("sys.argv", ["main_table", row, "--seeds", "0,1"])
-        method_comparison.main()
-    table = json.loads(
-        (
-            harness.BENCHMARKS / "accuracy" / "tables" / "method-comparison-seeds-0-1.json"
-        ).read_text()
-    )
-    # In the order of ROWS
-    assert [row[""] for row in table["rows"]] == ["FedDEO", "OSCAR"]
-    assert [row["made on"] for row in table["rows"]] == ["machine of FedDEO", "machine of OSCAR"]
-    assert "--seeds 0,1`. Written on" in table["about"]
-
-
-def test_other_seeds_and_partitions_have_tables_of_their_own() -> None:
-    def name(partition: str, seeds: tuple[int, ...]) -> str:
-        return method_comparison.experiment(partition).table_file(seeds).name
-
-    assert name("domain", method_comparison.SEEDS) == "method-comparison"
-    assert name("domain", (0, 3)) == "method-comparison-seeds-0-3"
-    assert name("label", method_comparison.SEEDS) == "method-comparison-label"
-    assert name("label", (0,)) == "method-comparison-label-seeds-0"
-
-
 def test_an_unknown_row_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -247,52 +218,53 @@ def test_an_unknown_row_is_named(
 def test_systems_have_the_guidance_of_the_digits_table() -> None:
     digits = tomllib.loads((ROOT / "configs/tables/digits.toml").read_text())
     for row, settings in SYSTEMS.items():
-        own = nested({**DEFAULTS, **settings})[str(settings["method"]).replace("-pooled", "")]
+        values = nested({**DEFAULTS, **settings})[str(settings["method"]).replace("-pooled", "")]
         section = str(settings["method"]).replace("oscar-pooled", "oscar")
         named = {**nested(DEFAULTS)[section], **digits["rows"][row].get(section, {})}
-        scales = [key for key in own if "guidance" in key and key != "inversion-guidance"]
-        assert {key: own[key] for key in scales} == {key: named[key] for key in scales}, row
+        scales = [key for key in values if "guidance" in key and key != "inversion-guidance"]
+        assert {key: values[key] for key in scales} == {key: named[key] for key in scales}, row
 
 
 def test_a_row_is_the_recommended_run() -> None:
     """Every setting of configs/recommended.toml is the row's."""
     recommended = tomllib.loads((ROOT / "configs/recommended.toml").read_text())
-    given = recipe.settings_of("domain-vector", 0)
-    ours = nested({**DEFAULTS, **given})
-    assert recommended["method"] == given["method"]
-    assert recommended["num-clients"] == given["num-clients"]
+    settings = recipe.settings_of("domain-vector", 0)
+    ours = nested({**DEFAULTS, **settings})
+    assert recommended["method"] == settings["method"]
+    assert recommended["num-clients"] == settings["num-clients"]
     # "auto" for the digits
     training = {**recommended["global-model"], "augmentation": "affine-color"}
     assert ours["global-model"] | training == ours["global-model"]
     assert ours["synthesis"] | recommended["synthesis"] == ours["synthesis"]
-    own = recommended["domain-vector"]
+    section = recommended["domain-vector"]
     # All clients hold all classes here
-    assert {**own, "classes": "held"} == {key: ours["domain-vector"][key] for key in own}
+    assert {**section, "classes": "held"} == {key: ours["domain-vector"][key] for key in section}
 
 
 def nested(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """By section."""
-    found: dict[str, dict[str, Any]] = {}
+    """Settings by section."""
+    sections: dict[str, dict[str, Any]] = {}
     for key, value in flat.items():
         section, _, name = key.rpartition(".")
-        found.setdefault(section, {})[name] = value
-    return found
+        sections.setdefault(section, {})[name] = value
+    return sections
 
 
+@pytest.mark.slow
 def test_the_server_draws_trains_and_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ceiling, hardly trained; a second look reads what the first has kept."""
     quick = {"method": "ceiling", "global-model.steps": 2, "global-model.batch-size": 300}
     monkeypatch.setitem(recipe.ROWS, "ceiling", quick)
-    found = method_comparison.cell("ceiling", 0, "domain")["accuracy"]
-    assert len(found) == 6
-    assert all(0 <= accuracy <= 100 for accuracy in found)
-    (kept,) = (harness.RUNS / "method-comparison").glob("ceiling-*.json")
-    record = json.loads(kept.read_text())
-    assert record["accuracy"] == found
+    accuracies = method_comparison.cell("ceiling", 0, "domain")["accuracy"]
+    assert len(accuracies) == 6
+    assert all(0 <= accuracy <= 100 for accuracy in accuracies)
+    (file,) = (harness.RUNS / "method-comparison").glob("ceiling-*.json")
+    record = json.loads(file.read_text())
+    assert record["accuracy"] == accuracies
     assert (record["row"], record["seed"]) == ("ceiling", 0)
     assert f"torch {version('torch')}" in record["machine"]
     # Made once
-    kept.write_text(json.dumps({"accuracy": [1.0] * 6}))
+    file.write_text(json.dumps({"accuracy": [1.0] * 6}))
     assert method_comparison.cell("ceiling", 0, "domain") == {"accuracy": [1.0] * 6}
 
 
@@ -307,11 +279,11 @@ def test_every_row_of_every_partition_can_be_run(partition: str) -> None:
 
 
 def test_partitions_have_cells_of_their_own() -> None:
-    settings = [recipe.settings_of("ceiling", 0, one) for one in recipe.PARTITIONS]
-    assert len({cell_name(one) for one in settings}) == 3
+    settings = [recipe.settings_of("ceiling", 0, partition) for partition in recipe.PARTITIONS]
+    assert len({cell_name(cell_settings) for cell_settings in settings}) == 3
 
 
-def test_a_skewed_table_names_clients_and_has_no_row_that_is_told_domains(
+def test_a_skewed_table_names_clients_and_has_no_row_with_domain_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "prompts-domain" not in recipe.rows_of("label")
@@ -319,7 +291,7 @@ def test_a_skewed_table_names_clients_and_has_no_row_that_is_told_domains(
     for row, figure in (("ceiling", 70.0), ("domain-vector, all classes", 60.0), ("OSCAR", 50.0)):
         for seed in (0, 1):
             keep(row, seed, [figure + seed] * 6, "label")
-    found = method_comparison.line("OSCAR", (0, 1), "label")
-    assert found["client-5"] == "50.5"
-    assert found["to domain-vector, all classes"] == "-10.0 [-10.0, -10.0] *"
-    assert "to prompts-domain" not in found
+    line = method_comparison.line("OSCAR", (0, 1), "label")
+    assert line["client-5"] == "50.5"
+    assert line["to domain-vector, all classes"] == "-10.0 [-10.0, -10.0] *"
+    assert "to prompts-domain" not in line

@@ -14,11 +14,14 @@ from benchmarks.privacy import noisy_mean
 from benchmarks.privacy.noisy_mean import Point, Style
 from benchmarks.recipe import settings_of
 from osfl.data.load import Images
+from osfl.models.conditioning import Conditioning
 
 
 @pytest.fixture
 def style(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Of 300 images; errors are the squared distance from a vector of (1, 0), and 2 more."""
+    """A style of 300 images; errors are the squared distance from a vector of (1, 0), and
+    2 more.
+    """
     config = config_of(settings_of(noisy_mean.ROW, 0))
     monkeypatch.setattr(
         noisy_mean,
@@ -26,7 +29,7 @@ def style(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         lambda style, moved: 2 + float((moved.mean(dim=0) - torch.tensor([1.0, 0])).square().sum()),
     )
     images = Images(torch.zeros(300, 3, 8, 8, dtype=torch.uint8), torch.arange(300) % 10)
-    prompts = torch.tensor([[[0.0, 0]], [[0, 2]]])
+    prompts = Conditioning(torch.tensor([[[0.0, 0]], [[0, 2]]]))
     kit: Any = SimpleNamespace(text=lambda texts: prompts)
     job: Any = SimpleNamespace(config=config, classes=("zero", "one"))
     return Style(0, kit, job, images)
@@ -48,21 +51,9 @@ def test_the_share_is_of_the_gain_over_the_prompt(
         return torch.tensor([[next(draws), 0.0]])
 
     monkeypatch.setattr(noisy_mean, "noisy_mean", noised)
-    found = noisy_mean.benefits(style, Point("each", 2, 4.0, 0.5))
-    assert found == pytest.approx([100 * 0.84 / 0.96, 100 * -0.44 / 0.96, 100], abs=1e-3)
+    gains = noisy_mean.benefits(style, Point("each", 2, 4.0, 0.5))
+    assert gains == pytest.approx([100 * 0.84 / 0.96, 100 * -0.44 / 0.96, 100], abs=1e-3)
     assert asked == [("each", 4.0, 0.5)] * 3
-
-
-def test_what_is_measured_is_not_measured_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(noisy_mean, "style_of", lambda number: number)
-    points = [Point("all", 100, 1.0, 0.5), Point("each", 100, 1.0, 0.5)]
-    monkeypatch.setattr(noisy_mean, "benefits", lambda style, point: [style, style + 2.0])
-    first = noisy_mean.measure(points)
-    assert first[points[0]] == [[k, k + 2.0] for k in range(6)]
-    monkeypatch.setattr(noisy_mean, "benefits", lambda *_: pytest.fail("measured again"))
-    assert noisy_mean.measure(points) == first
 
 
 def test_the_table_has_the_worst_style_and_draw(
@@ -70,8 +61,8 @@ def test_the_table_has_the_worst_style_and_draw(
 ) -> None:
     """Means of the styles are 80, 50 and 30; the worst draw -20."""
     shares = [[90.0, 70.0], [50.0, 50.0], [80.0, -20.0]]
-    found = dict.fromkeys(noisy_mean.POINTS, shares)
-    monkeypatch.setattr(noisy_mean, "measure", lambda points: found)
+    results = dict.fromkeys(noisy_mean.POINTS, shares)
+    monkeypatch.setattr(noisy_mean, "measure", lambda points: results)
     monkeypatch.setattr("sys.argv", ["noise"])
     tables = harness.BENCHMARKS / "privacy" / "tables"
     noisy_mean.main()
@@ -82,5 +73,5 @@ def test_the_table_has_the_worst_style_and_draw(
     assert (tables / "noisy-mean.png").stat().st_size > 5_000
 
 
-def test_other_images_are_looked_at_than_those_that_were_learned_from() -> None:
+def test_held_out_images_are_not_trained_on() -> None:
     assert max(noisy_mean.COUNTS) + noisy_mean.HELD_OUT <= 300

@@ -42,7 +42,7 @@ def keep(row: str, seed: int, accuracy: float) -> None:
 
 @pytest.fixture
 def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where tables go; raw has 90 and 92, int8 91 and 91, int4 80 and 84."""
+    """The folder of tables; raw has 90 and 92, int8 91 and 91, int4 80 and 84."""
     for codec, figures in (("raw", (90.0, 92.0)), ("int8", (91.0, 91.0)), ("int4", (80.0, 84.0))):
         for seed, figure in enumerate(figures):
             keep(payload_codecs.row_of("domain-vector", codec), seed, figure)
@@ -88,20 +88,11 @@ def test_bytes_and_errors_need_no_training(tables: Path, monkeypatch: pytest.Mon
     assert float(decibels[1]) > float(decibels[2]) + 15
 
 
-def test_a_classifiers_numbers_are_looked_at_too() -> None:
+def test_a_classifiers_tensors_count() -> None:
     state = {"conv.weight": torch.ones(2, 3), "fc.bias": torch.zeros(2)}
     assert payload_codecs.tensors_of(Classifier(DIGITS, "resnet18", state)) == state
     (name,) = payload_codecs.tensors_of(DomainVector(DIGITS, NUMBERS))
     assert name == "domain"
-
-
-def test_an_unknown_system_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["codecs", "FedSomething"])
-    with pytest.raises(SystemExit):
-        payload_codecs.main()
-    assert "'FedSomething': must be some of" in capsys.readouterr().err
 
 
 def test_classifiers_are_tested_as_they_arrive(
@@ -127,15 +118,15 @@ def test_classifiers_are_tested_as_they_arrive(
     request.addfinalizer(payload_codecs.accuracy_of_classifiers.cache_clear)
     monkeypatch.setattr(payload_codecs, "payloads_of", sent)
     monkeypatch.setattr(payload_codecs, "accuracy_on_own", accuracy_on_own)
-    made = payload_codecs.line_of_bytes("FedLMG", "raw", (0, 1))
-    assert (made[payload_codecs.LIKE_OWN], made[f"{payload_codecs.LIKE_OWN}, to raw"]) == (
+    line = payload_codecs.line_of_bytes("FedLMG", "raw", (0, 1))
+    assert (line[payload_codecs.LIKE_OWN], line[f"{payload_codecs.LIKE_OWN}, to raw"]) == (
         "75.0",
         "",
     )
-    made = payload_codecs.line_of_bytes("FedLMG", "int4", (0, 1))
-    assert made[payload_codecs.LIKE_OWN] == "67.5"
+    line = payload_codecs.line_of_bytes("FedLMG", "int4", (0, 1))
+    assert line[payload_codecs.LIKE_OWN] == "67.5"
     # Differences of 7 and 8: a standard error of a half, and Student's t of 12.7
-    assert made[f"{payload_codecs.LIKE_OWN}, to raw"] == "-7.5 [-13.9, -1.1] *"
+    assert line[f"{payload_codecs.LIKE_OWN}, to raw"] == "-7.5 [-13.9, -1.1] *"
 
 
 def test_clients_are_tested_on_images_of_their_own_classes(monkeypatch: pytest.MonkeyPatch) -> None:

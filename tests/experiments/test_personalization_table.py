@@ -3,7 +3,6 @@
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,19 +18,19 @@ from osfl.data.load import Images
 
 @pytest.mark.parametrize("start", personalization.STARTS)
 def test_every_row_is_one_of_the_main_tables(start: str) -> None:
-    """As long a training, but for images drawn in six steps and a training in bfloat16."""
+    """The training is as long, but for images drawn in six steps and bfloat16."""
     config = config_of(personalization.settings_of(start, 3))
     if start != personalization.ALONE:
         theirs = config_of(recipe.settings_of(start, 3))
         assert config.global_model.steps == theirs.global_model.steps
         assert config.synthesis.images_per_class == theirs.synthesis.images_per_class
         assert config.epsilon == theirs.epsilon
-        assert (config.adaptation.steps, config.adaptation.lr) == (200, 0.01)
+        assert (config.personalization.steps, config.personalization.lr) == (200, 0.01)
     else:
         # As long as a global model learns, and by its rate
-        assert config.adaptation.steps == config.global_model.steps == 627
-        assert config.adaptation.lr == config.global_model.lr
-    assert config.adaptation.batch_size == 32
+        assert config.personalization.steps == config.global_model.steps == 627
+        assert config.personalization.lr == config.global_model.lr
+    assert config.personalization.batch_size == 32
     assert (config.synthesis.solver, config.synthesis.steps) == ("unipc", 6)
     long = config.global_model.steps == 2508
     assert personalization.reference_of(start) == ("ceiling, as long" if long else "ceiling")
@@ -52,17 +51,17 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Clients with a training image of class k and ten test images, k of them of class k + 1."""
 
     def real(split: str) -> list[Images]:
-        found = []
+        parts = []
         for number in range(len(CLIENTS)):
             labels = torch.tensor([number])
             if split != "train":
                 labels = torch.tensor([0] * (10 - number) + [number + 1] * number)
-            found.append(Images(torch.zeros(len(labels), 3, 2, 2, dtype=torch.uint8), labels))
-        return found
+            parts.append(Images(torch.zeros(len(labels), 3, 2, 2, dtype=torch.uint8), labels))
+        return parts
 
     def logits(model: Told, pixels: torch.Tensor, device: torch.device) -> torch.Tensor:
-        said = torch.full((len(pixels),), int(model.said))
-        return nn.functional.one_hot(said, 10).float()
+        predictions = torch.full((len(pixels),), int(model.said))
+        return nn.functional.one_hot(predictions, 10).float()
 
     def adapt(
         model: Told, images: Images, config: RunConfig, client: str, device: torch.device
@@ -81,50 +80,20 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_each_client_begins_with_the_global_model_and_tests_on_its_own_domain(work: Path) -> None:
     model = Told()
     config = config_of(personalization.settings_of("ceiling", 0))
-    made = personalization.fine_tuned(model, config, "test")  # type: ignore[arg-type]
-    assert made == {
+    accuracies = personalization.fine_tuned(model, config, "test")  # type: ignore[arg-type]
+    assert accuracies == {
         "before": [100.0, 90.0, 80.0, 70.0, 60.0, 50.0],
         "after": [0.0, 10.0, 20.0, 30.0, 40.0, 50.0],
     }
     assert model.said == 0
 
 
-def test_a_global_model_is_trained_once_and_not_again_for_other_steps(
-    work: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ran = []
-
-    class Half:
-        def run(self, job: Any, payloads: Any) -> dict[str, Any]:
-            ran.append(job.config)
-            return {"FT": SimpleNamespace(model=Told(len(ran)))}
-
-    monkeypatch.setattr(personalization, "server_module", lambda method: Half())
-    monkeypatch.setattr(personalization, "payloads_of", lambda settings: {})
-    monkeypatch.setattr(personalization, "new_classifier", lambda *_: Told(7))
-    assert personalization.model_of("ceiling", 0).said == 1
-    personalization.cell("ceiling", 0, "test")
-    personalization.cell("ceiling", 0, "validation", next(iter(personalization.TUNING.values())))
-    assert len(ran) == 1
-    assert ran[0].adaptation.steps == 0
-    assert personalization.model_of("ceiling", 1).said == 2
-    # Who takes no part has what the kit begins with
-    assert personalization.model_of(personalization.ALONE, 0).said == 7
-    assert len(ran) == 2
-    files = [
-        file
-        for file in (harness.RUNS / "personalization").glob("*.json")
-        if file.stem.startswith("validation")
-    ]
-    assert len(files) == 1
-
-
 def test_the_table_holds_each_row_against_the_ceiling_of_as_many_steps(
     work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By hand, of two seeds: the ceiling has 80 and 82, adapted 81 and 83; domain-vector 70 and
-    74, adapted 79 and 83. Adapted, domain-vector is −2 and 0 to the ceiling adapted, and −1 and +1
-    to the ceiling as it came.
+    """Two seeds by hand: the ceiling has 80 and 82, adapted 81 and 83; domain-vector 70 and 74,
+    adapted 79 and 83. Adapted, domain-vector is −2 and 0 to the ceiling adapted, and −1 and +1 to
+    the ceiling as it came.
     """
     figures = {
         ("ceiling", 0): (80.0, 81.0),
@@ -170,12 +139,12 @@ def test_the_tuning_is_on_the_validation_split(work: Path, monkeypatch: pytest.M
 
     def cell(start: str, seed: int, split: str, own: Any = None) -> dict[str, list[float]]:
         asked.append((start, seed, split))
-        return {"before": [90.0] * 6, "after": [100 * own["adaptation.lr"]] * 6}
+        return {"before": [90.0] * 6, "after": [100 * own["personalization.lr"]] * 6}
 
     monkeypatch.setattr(personalization, "cell", cell)
     monkeypatch.setattr(sys, "argv", ["adaptation", "--tuning"])
     personalization.main()
     rows = json.loads((work / "personalization-tuning.json").read_text())["rows"]
-    assert {one[2] for one in asked} == {"validation"}
+    assert {call[2] for call in asked} == {"validation"}
     assert [row["ceiling, adapted"] for row in rows] == ["1.0", "0.3", "1.0", "3.0"]
     assert [row["steps"] for row in rows] == ["60", "200", "200", "200"]

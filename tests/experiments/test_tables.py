@@ -11,7 +11,6 @@ from benchmarks.accuracy import method_comparison
 from benchmarks.harness import Experiment
 from benchmarks.privacy import payload_codecs
 from benchmarks.recipe import PARTITIONS
-from benchmarks.speed import approximate_sampling
 from tests.helpers.settings import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
@@ -26,14 +25,11 @@ PLAIN = (
     "accuracy.guidance_scale",
     "accuracy.image_quality",
     "accuracy.personalization",
-    "accuracy.sampling_hyperparameters",
     "accuracy.training_ablation",
     "privacy.accuracy_by_epsilon",
     "privacy.membership_inference",
     "privacy.noisy_mean",
     "privacy.payload_codecs",
-    "robustness.certified_accuracy",
-    "robustness.client_contributions",
     "robustness.false_positives",
     "robustness.inflated_counts",
     "robustness.poisoning",
@@ -83,5 +79,3 @@ def test_programs_of_several_tables_have_their_captions() -> None:
         check_caption(method_comparison.experiment(partition))
     check_caption(method_comparison.experiment("domain"), (0, 1, 2))
     check_caption(payload_codecs.BYTES)
-    for name in approximate_sampling.MODES:
-        check_caption(approximate_sampling.experiment(name))

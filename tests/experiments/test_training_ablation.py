@@ -29,18 +29,18 @@ def test_every_row_can_be_run_and_changes_something(row: str) -> None:
     assert changed == set(training_ablation.ROWS[row])
     assert (row in (training_ablation.RECIPE, training_ablation.RECONSTRUCTED)) == (not changed)
     # What real images can have, too, is of their training alone
-    own = all(key.startswith("global-model.") for key in changed)
-    assert (row in training_ablation.TRAINING or row in training_ablation.REAL) == own
+    training_only = all(key.startswith("global-model.") for key in changed)
+    assert (row in training_ablation.TRAINING or row in training_ablation.REAL) == training_only
 
 
 @pytest.fixture
 def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, SyntheticSet]]:
-    """What is trained, and on which images; nothing is, and its accuracies are 1, 2, ..."""
-    seen: list[tuple[Any, SyntheticSet]] = []
+    """Configurations and images of trainings that do not happen; their accuracies are 1, 2, ..."""
+    trainings: list[tuple[Any, SyntheticSet]] = []
 
     def train(job: ServerJob, payloads: object, images: SyntheticSet) -> dict[str, Any]:
-        seen.append((job.config, images))
-        return {"FT": SimpleNamespace(model=len(seen))}
+        trainings.append((job.config, images))
+        return {"FT": SimpleNamespace(model=len(trainings))}
 
     def render(job: ServerJob, plan: object, sampler: object) -> SyntheticSet:
         return FEW
@@ -54,7 +54,7 @@ def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, 
     monkeypatch.setattr(
         training_ablation, "validation_accuracies", lambda config, model: [float(model)] * 6
     )
-    return seen
+    return trainings
 
 
 def test_a_cell_trains_with_its_switch_and_is_made_once(trained: list[Any]) -> None:
@@ -81,21 +81,23 @@ def test_the_ceilings_images_go_through_the_runs_own_autoencoder(trained: list[A
     rows = list(range(0, 600, 30))
     some = images.select(rows)
     config = config_of(recipe.settings_of("ceiling", 0))
-    found = reconstructed(some, config)
-    assert torch.equal(found.labels, some.labels)
-    assert found.clients == some.clients
-    assert found.pixels.dtype == torch.uint8
-    apart = (found.pixels.float() - some.pixels.float()).square().flatten(1).mean(dim=1)
-    other = (found.pixels.float() - some.pixels.roll(1, 0).float()).square().flatten(1).mean(dim=1)
+    copies = reconstructed(some, config)
+    assert torch.equal(copies.labels, some.labels)
+    assert copies.clients == some.clients
+    assert copies.pixels.dtype == torch.uint8
+    apart = (copies.pixels.float() - some.pixels.float()).square().flatten(1).mean(dim=1)
+    baseline = (
+        (copies.pixels.float() - some.pixels.roll(1, 0).float()).square().flatten(1).mean(dim=1)
+    )
     assert (apart > 0).all()
-    assert (apart < other / 4).all()
+    assert (apart < baseline / 4).all()
     assert training_ablation.sources_of(training_ablation.RECONSTRUCTED) == ("ceiling",)
     assert training_ablation.cell("ceiling", training_ablation.RECONSTRUCTED, 0) == 1.0
     assert training_ablation.cell("ceiling", training_ablation.RECIPE, 0) == 2.0
     (_, learned), (_, plain) = trained
     assert not torch.equal(learned.pixels[rows], some.pixels)
     # In other batches a number may be rounded otherwise
-    assert (learned.pixels[rows].int() - found.pixels.int()).abs().max() <= 1
+    assert (learned.pixels[rows].int() - copies.pixels.int()).abs().max() <= 1
     assert torch.equal(plain.pixels[rows], some.pixels)
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from osfl.kit_training.untrained import new_scheduler, new_text_encoder
+from osfl.models.conditioning import Conditioning
 from osfl.models.diffusion import Kit
 from osfl.models.encoders import TextEncoder
 
@@ -48,7 +49,7 @@ DECODER_BIAS = np.array([0.1, -0.1, 0.05])
 
 
 def place_weights(length: int) -> np.ndarray:
-    """How much each place of a condition counts: 1, 1/2, 1/3 ..., whatever its length."""
+    """The weight of each place of a condition: 1, 1/2, 1/3 ..., whatever its length."""
     return 1 / np.arange(1, length + 1)
 
 
@@ -120,9 +121,9 @@ def _text() -> TextEncoder:
     ]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        made = new_text_encoder(captions, LENGTH, WIDTH)
-    made.model.double().eval().requires_grad_(False)
-    return made
+        encoder = new_text_encoder(captions, LENGTH, WIDTH)
+    encoder.model.double().eval().requires_grad_(False)
+    return encoder
 
 
 def analytic_kit(predicts_v: bool = False) -> Kit:
@@ -246,19 +247,20 @@ class Adam:
         self.value = self.value - self.lr * corrected / (scale + 1e-8)
 
 
-def numbers(tensor: torch.Tensor) -> np.ndarray:
-    """A tensor's numbers in float64."""
+def numbers(value: torch.Tensor | Conditioning) -> np.ndarray:
+    """A tensor's numbers, or those of a condition's states, in float64."""
+    tensor = value.states if isinstance(value, Conditioning) else value
     return tensor.detach().double().numpy()
 
 
 def random_pixels(count: int, side: int = IMAGE_SIDE, seed: int = 5) -> torch.Tensor:
-    """uint8 images that differ in brightness and colour, [N, 3, S, S]."""
+    """uint8 images that differ in brightness and color, [N, 3, S, S]."""
     generator = torch.Generator().manual_seed(seed)
     brightness = torch.randint(30, 200, (count, 3, 1, 1), generator=generator)
     speckle = torch.randint(-30, 55, (count, 3, side, side), generator=generator)
     return (brightness + speckle).to(torch.uint8)
 
 
-def prompts(kit: Kit, names: Sequence[str] = CLASSES) -> torch.Tensor:
-    """tau of the class prompts, [classes, L, d]."""
+def prompts(kit: Kit, names: Sequence[str] = CLASSES) -> Conditioning:
+    """tau of the class prompts."""
     return kit.text([f"an image of {name}" for name in names])

@@ -80,7 +80,7 @@ class Training:
         return softmax(_logits(self.state, self.standardised))
 
     def gradient(self, at_logits: np.ndarray) -> State:
-        """Of the parameters, from that of the last batch's logits."""
+        """The gradient of the parameters, from that of the last batch's logits."""
         inner = _inner(self.state, self.standardised)
         back = (at_logits @ self.state["3.weight"]).reshape(self.standardised.shape)
         return {

@@ -44,8 +44,8 @@ def gradient_for_the_mean(
     """d / d mu of the mean of a batch's losses, for every row [B, 2, 4, 4]."""
     a = analytic.alphas_cumprod()[t].reshape(-1, 1, 1, 1)
     z = np.sqrt(a) * x0 + np.sqrt(1 - a) * noise  # DDPM, eq. 4
-    left = noise - analytic.eps(z, a, mean)
-    return 2 / SIZE / len(x0) * left * np.sqrt(1 - a) * np.sqrt(a) / analytic.variance(a)
+    residual = noise - analytic.eps(z, a, mean)
+    return 2 / SIZE / len(x0) * residual * np.sqrt(1 - a) * np.sqrt(a) / analytic.variance(a)
 
 
 def learned_alone(

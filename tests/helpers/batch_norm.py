@@ -4,7 +4,7 @@ from torch import nn
 
 
 def bn_model(running_mean: float, running_var: float) -> nn.Module:
-    """BatchNorm on the normalised image, then a head whose logits are all zero."""
+    """BatchNorm on the normalized image, then a head whose logits are all zero."""
     norm = nn.BatchNorm2d(3)
     head = nn.Linear(3 * 2, 4)
     norm.running_mean.fill_(running_mean)  # type: ignore[union-attr]

@@ -12,7 +12,7 @@ from tests.helpers.client_jobs import CLASSES
 from tests.helpers.settings import quick
 
 CPU = torch.device("cpu")
-# B's only class is a's second: a row number is no label, and no client's row is another's
+# b's only class is a's second, so no row number is a label, and clients' rows differ
 HELD = {
     "a": [3, 8],
     "b": [8],
@@ -27,8 +27,8 @@ def config_of(kit, **overrides: object) -> RunConfig:  # type: ignore[no-untyped
 
 
 def server(kit, config: RunConfig) -> Any:  # type: ignore[no-untyped-def]
-    return SimpleNamespace(kit=str(kit), device=CPU, classes=CLASSES, config=config)
+    return SimpleNamespace(kit=str(kit), device=CPU, classes=CLASSES, config=config, mixing=None)
 
 
 def prompts_of(kit, *texts: str) -> torch.Tensor:  # type: ignore[no-untyped-def]
-    return load_kit(kit).text(texts)
+    return load_kit(kit).text.states(texts)

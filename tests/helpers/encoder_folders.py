@@ -6,15 +6,18 @@ from typing import Any
 import torch
 from transformers import (
     BitImageProcessor,
+    CLIPConfig,
     CLIPImageProcessor,
+    CLIPModel,
     CLIPVisionConfig,
     CLIPVisionModelWithProjection,
     Dinov2Config,
     Dinov2Model,
 )
 
-from osfl.kit_training.untrained import new_captioner
+from osfl.kit_training.untrained import new_captioner, new_text_encoder
 from osfl.models.encoders import Captioner, ImageEncoder
+from osfl.util.prompts import DIGITS
 
 SMALL = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
 
@@ -27,8 +30,23 @@ def save_clip(folder: Path) -> Path:
     return folder
 
 
+def save_whole_clip(folder: Path, side: int = 32, words: tuple[str, ...] = DIGITS) -> Path:
+    """Both towers with a tokenizer of some words, in the layout of openai/clip-vit-base-patch16."""
+    text = new_text_encoder([f"a photo of a {word}." for word in words], length=12, width=8)
+    settings = {**text.model.config.to_dict(), "projection_dim": 6}
+    vision = {**SMALL, "image_size": side, "patch_size": side // 4, "projection_dim": 6}
+    config = CLIPConfig(text_config=settings, vision_config=vision, projection_dim=6)
+    CLIPModel(config).save_pretrained(folder)
+    text.tokenizer.save_pretrained(folder)
+    edge = {"height": side, "width": side}
+    CLIPImageProcessor(size=edge, crop_size=edge).save_pretrained(folder)
+    return folder
+
+
 def save_dinov2(folder: Path) -> Path:
-    """As dinov2-base: short side 256, bicubic, centre 224, ImageNet's mean and deviation."""
+    """Preprocessing like dinov2-base's: short side 256, bicubic, center 224, ImageNet's mean and
+    deviation.
+    """
     config = Dinov2Config(**SMALL, mlp_ratio=1, image_size=224, patch_size=56)
     Dinov2Model(config).save_pretrained(folder)
     BitImageProcessor(
@@ -43,14 +61,14 @@ def save_dinov2(folder: Path) -> Path:
 
 def save_captioner(folder: Path) -> Path:
     """BLIP at 48 px."""
-    made = new_captioner(["a picture"], size=48, width=8)
-    made.model.save_pretrained(folder)
-    made.processor.save_pretrained(folder)
+    captioner = new_captioner(["a picture"], size=48, width=8)
+    captioner.model.save_pretrained(folder)
+    captioner.processor.save_pretrained(folder)
     return folder
 
 
 def seen(network: ImageEncoder | Captioner, pixels: torch.Tensor) -> torch.Tensor:
-    """What the vision model is given, of uint8 images."""
+    """The vision model's input for uint8 images."""
     inputs: list[torch.Tensor] = []
 
     def keep(module: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -61,3 +79,26 @@ def seen(network: ImageEncoder | Captioner, pixels: torch.Tensor) -> torch.Tenso
     network(pixels)
     handle.remove()
     return torch.cat(inputs)
+
+
+def save_contrastive_clip(folder: Path, captions: list[str]) -> Path:
+    """Both towers, at 32 px, with a tokenizer trained on the captions."""
+    text = new_text_encoder(captions, length=8, width=8)
+    vision = CLIPVisionConfig(**SMALL, image_size=32, patch_size=8)
+    config = CLIPConfig(
+        text_config=text.model.config.to_dict(),
+        vision_config=vision.to_dict(),
+        projection_dim=4,
+    )
+    torch.manual_seed(0)
+    model = CLIPModel(config)
+    # Else all images have nearly the same embedding
+    for weights in model.parameters():
+        if weights.ndim > 1:
+            torch.nn.init.normal_(weights, std=0.5)
+    model.save_pretrained(folder)
+    text.tokenizer.save_pretrained(folder)
+    CLIPImageProcessor(
+        size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}
+    ).save_pretrained(folder)
+    return folder

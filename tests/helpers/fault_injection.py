@@ -1,63 +1,63 @@
-"""Random histories of faults in a real federation, and what must be true after each.
+"""Random faults in a real federation, and what must hold after each run.
 
-python tests/helpers/fault_injection.py 0 1000               # the histories of a thousand seeds
-python tests/helpers/fault_injection.py 0 1000 --at-once 4   # in four federations side by side
-python tests/helpers/fault_injection.py 17 1 --again         # one of them again, with the same span
+A SuperLink, a process that runs ServerApps, and two sites, with TLS and node keys, are processes of
+their own. A seed is a fault schedule: a job begins, and at the schedule's seconds
 
-What each gave is kept in runs/histories, and not played again with the same code: an interrupted
-command goes on.
-
-A SuperLink, what runs ServerApps, and two sites, with TLS and node keys, as processes of their own.
-For each seed a job begins, and when and how long the seed says
-
-- kill, stop: a process, with all that it started, is killed, or stopped and continued;
+- kill, stop: a process with all its children is killed, or stopped and continued;
 - crash: a ServerApp or ClientApp alone is killed, as where memory runs out;
 - cut, slow: a site's network is cut, or lets few bytes through;
-- clock: a machine's clock, as Python and Flower ask it, is set minutes ahead or back;
-- full: a disk has no room for a byte (as root, to mount one);
-- older: a site comes back with an older release installed;
-- again: the same job is begun a second time;
-- term: a process is asked to end, by SIGTERM, and comes back;
-- interrupt: Ctrl-C ends the command, and the run goes on at the server;
-- damage: a bit of a payload that waits in a site's cache flips;
-- restore: the SuperLink comes back with its database of some seconds before;
-- twin: a second node with a site's name and client id is there, with a key of its own.
+- clock: a machine's clock, as Python and Flower read it, is minutes ahead or back;
+- full: a disk has no room for a byte (as root, which may mount one);
+- older: a site returns with an older release installed;
+- again: the same job is started a second time;
+- term: a process ends by SIGTERM, and returns;
+- interrupt: Ctrl-C ends the command, and the run continues at the server;
+- damage: a bit of a payload in a site's cache flips;
+- restore: the SuperLink returns with its database of some seconds before;
+- twin: a second node has a site's name and client id, and a key of its own.
 
-Without root no disk is full. What was killed comes back, as a restart policy has it; a job that
-ended is begun again by the same command. Then:
+Afterwards, by the same seed, the federation may change:
+
+- join: a third site comes, and a run continues the job (`continue-from`), with faults of its own;
+- leave: `osfl forget` removes a client from the last run, is killed on the way, and is repeated.
+
+Without root no disk is full. A killed process returns, as under a restart policy; a job that ended
+is started again by the same command. Then:
 
 - a payload whose client was told that it arrived is on the server's disk;
 - each client has one payload there, and it never changes;
-- images, and what every client's test said of the model, are those of a run in peace;
-- nothing is written beside the run's folder, neither where runs are nor where processes work;
-- the command ends with 0 after its report, and else says an error last.
+- images, and each client's test of the model, equal those of a fault-free run; those of a
+  continued run equal those of a run of all three sites;
+- after a client has left, the images of the others are there, nothing has its name, and the weights
+  equal those of every other schedule that ended with the same clients;
+- nothing is written beside the run's folder, neither among runs nor where processes work;
+- the command ends with 0 after its report; otherwise its last line is an error.
+
+`python -m benchmarks.tools.fault_injection` runs many schedules.
 """
 
-import argparse
 import hashlib
 import json
 import os
 import random
 import shutil
 import signal
-import socket
 import sqlite3
 import subprocess
 import sys
-import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
-from dataclasses import dataclass, field
-from functools import cache, partial
-from importlib.metadata import version
+from collections.abc import Callable, Collection, Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import psutil
+from safetensors.numpy import load_file
 
-from osfl.cli.guard import end_process_tree
-from osfl.util.files import write_atomically
+from osfl.launch.guard import end_process_tree
+from osfl.run_folder.verify import verify_run
+from tests.helpers.fork_server import workers_of
 from tests.helpers.system_tools import (
     FILLER,
     TWO_CLASSES,
@@ -69,23 +69,20 @@ from tests.helpers.system_tools import (
     kill,
     make_images,
     mount_disk,
-    new_federation,
     quick_arguments,
 )
 
 SITES = ("site-0", "site-1")
-# Seconds in which a run in peace is asked for, collects, draws, trains and tests
-SPAN = 25.0
-WORK = Path(__file__).resolve().parents[2] / "runs" / "histories"
-TABLES = Path(__file__).resolve().parents[2] / "benchmarks" / "tools" / "tables"
-LONGEST = 12.0  # seconds that something stays away
-# Seconds for one command, beside those that a run in peace takes: a SuperLink whose clock was ahead
-# may take a site that was killed for online for six minutes, and refuses it until then
+LATER = "site-2"  # joins after the first run
+SPAN = 25.0  # seconds of a fault-free run, from its command to its tests
+LONGEST = 12.0  # seconds of a fault
+# Seconds for one command beside those of a fault-free run: a SuperLink whose clock was ahead may
+# take a killed site for online for six minutes, and refuses it until then
 PATIENCE = 450.0
 MOST_COMMANDS = 5
-ANEW = 12.0  # seconds after which a site that was refused is begun again
+RETURN_SECONDS = 12.0  # until a refused site is started again
 MACHINES = ("server", "superlink", *SITES)
-# What happens to which
+# The targets of each kind of fault
 KINDS = {
     "kill": MACHINES,
     "stop": MACHINES,
@@ -102,35 +99,43 @@ KINDS = {
     "restore": ("superlink",),
     "twin": SITES,
 }
-AT_ONCE = ("crash", "again", "interrupt", "damage")  # kinds that are over as they begin
+MOMENTARY = ("crash", "again", "interrupt", "damage", "join")  # kinds without a duration
+# How a federation changes after a run
+CHANGES = ("join", "leave")
 FARTHEST = 600.0  # seconds that a clock is set ahead or back
 SLOW = 20_000.0  # bytes per second in each direction
-OLDER = "0.0.1"  # a release that no run is of
+OLDER = "0.0.1"  # a release that no run has
 DISK = "320m"  # of the server, and of each site
-SpanOf = Callable[[int], float | None]  # a seed's span, if it is known
+Action = Callable[[], object]
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that happens to a process, or to its network."""
+    """A fault of a process or of its network.
 
-    begin: float  # seconds after the job was begun
+    Attributes:
+        begin: seconds after the job's command.
+        seconds: its duration.
+        ahead: seconds that a clock is set.
+    """
+
+    begin: float
     kind: str
     target: str
-    seconds: float  # until it is over
-    ahead: float = 0.0  # seconds that the clock is set, of that kind
+    seconds: float
+    ahead: float = 0.0
 
     def __str__(self) -> str:
         by = f" by {self.ahead:+.0f} s" if self.ahead else ""
-        lasts = f" for {self.seconds:.1f} s" if self.kind not in AT_ONCE else ""
+        lasts = f" for {self.seconds:.1f} s" if self.kind not in MOMENTARY else ""
         return f"{self.begin:.1f} s: {self.kind} {self.target}{by}{lasts}"
 
 
-def history_of(seed: int, span: float = SPAN) -> list[Fault]:
-    """One to four faults, in the order of their begin; never two of one process at a time.
+def schedule_of(seed: int | str, span: float = SPAN) -> list[Fault]:
+    """Draw one to four faults in the order of their begin; a process has one at a time.
 
     Args:
-        span: seconds that a run in peace takes; faults begin within them.
+        span: seconds of a fault-free run, within which faults begin.
     """
     draw = random.Random(seed)
     faults: list[Fault] = []
@@ -141,99 +146,192 @@ def history_of(seed: int, span: float = SPAN) -> list[Fault]:
         seconds = draw.uniform(0, LONGEST)
         ahead = draw.uniform(-FARTHEST, FARTHEST) if kind == "clock" else 0.0
         fault = Fault(begin, kind, target, seconds, ahead)
-        if not any(one.target == fault.target and _overlap(one, fault) for one in faults):
+        if not any(
+            earlier_fault.target == target and _overlap(earlier_fault, fault)
+            for earlier_fault in faults
+        ):
             faults.append(fault)
     return sorted(faults, key=lambda fault: fault.begin)
 
 
-def _overlap(one: Fault, other: Fault) -> bool:
-    return one.begin <= other.begin + other.seconds and other.begin <= one.begin + one.seconds
+def changes_of(seed: int) -> list[Fault]:
+    """Draw how the federation changes after a seed's run.
+
+    The seconds of a departure are those until `osfl forget` is killed.
+    """
+    draw = random.Random(f"changes {seed}")
+    joins, leaves = draw.choice(((True, False), (False, True), (True, True), (False, False)))
+    target, seconds = draw.choice(SITES), draw.uniform(0, LONGEST)
+    changes = [Fault(0.0, "join", LATER, 0.0)] if joins else []
+    return changes + ([Fault(0.0, "leave", target, seconds)] if leaves else [])
+
+
+def continued_schedule_of(seed: int, span: float = SPAN) -> list[Fault]:
+    """Draw the faults of the run that a later site joins; they hit it in the place of another."""
+    faults = schedule_of(f"continued {seed}", span)
+    names = {SITES[1]: LATER}
+    return [replace(fault, target=names.get(fault.target, fault.target)) for fault in faults]
+
+
+def all_faults_of(seed: int, span: float = SPAN) -> list[Fault]:
+    """Return a seed's faults and changes, in their order."""
+    faults = schedule_of(seed, span)
+    for change in changes_of(seed):
+        faults.append(change)
+        faults += continued_schedule_of(seed, span) if change.kind == "join" else []
+    return faults
+
+
+def _overlap(first: Fault, second: Fault) -> bool:
+    return (
+        first.begin <= second.begin + second.seconds and second.begin <= first.begin + first.seconds
+    )
 
 
 @dataclass
 class Command:
-    """`osfl run`, and what it says."""
+    """`osfl run` and its log."""
 
     process: subprocess.Popen
     log: Path
 
-    def said(self) -> list[str]:
-        """Its lines that say anything; Flower's log has empty ones."""
+    def lines(self) -> list[str]:
+        """Return the lines of the log without Flower's empty ones."""
         lines = self.log.read_text(errors="replace").splitlines()
         return [line for line in lines if line.partition(":")[2].strip() or "Error" in line]
 
 
 @dataclass
-class World:
-    """The federation, and what happens to it."""
+class Testbed:
+    """The federation, and the faults that it can have."""
+
+    __test__ = False
 
     federation: Federation
     kit: Path
-    lines: dict[str, Line] = field(default_factory=dict)
-    due: dict[str, float] = field(default_factory=dict)  # when a site is begun again
-    older: set[str] = field(default_factory=set)  # sites with an older release
+    proxies: dict[str, Line] = field(default_factory=dict)
+    # When a site is started again
+    due: dict[str, float] = field(default_factory=dict)
+    # Sites with an older release
+    older: set[str] = field(default_factory=set)
     clocks: dict[str, Clock] = field(default_factory=dict)
-    kinds: set[str] = field(default_factory=lambda: set(KINDS))  # faults that can be made here
-    # At-once faults that met something: an app to kill, a payload to damage, a command to end
-    met: set[Fault] = field(default_factory=set)
+    # Faults that can be made here
+    kinds: set[str] = field(default_factory=lambda: set(KINDS))
+    # Momentary faults that hit an app, a payload or a command
+    hits: set[Fault] = field(default_factory=set)
+    # Sites whose nodes run or return
+    sites: tuple[str, ...] = SITES
+    # The outcome of a fault-free run of all sites, once there is one
+    of_all: dict[str, object] | None = None
+    # Digests of the models of runs that a client has left, by the remaining clients
+    models: dict[tuple[str, ...], dict[str, str]] = field(default_factory=dict)
 
     @property
     def folder(self) -> Path:
         return self.federation.folder
 
     def disk_of(self, name: str) -> Path:
-        """Where the server has its runs, or a site its payloads."""
+        """Return the folder of the server's runs, or of a site's payloads."""
         return self.folder / "server" if name == "server" else self.folder / "cache" / name
 
     def begin(self) -> None:
-        """Everything, once."""
+        """Start all processes."""
         make_images(self.folder / "images")
-        for name in KINDS["full"]:
+        for name in (*KINDS["full"], LATER):
             self.disk_of(name).mkdir(parents=True)
             if not mount_disk(self.disk_of(name), DISK):
                 self.kinds.discard("full")
-        for name in MACHINES:
+        for name in (*MACHINES, LATER):
             self.clocks[name] = Clock(self.folder / "clocks" / name)
         self.make_older_release()
         self.begin_superlink()
         self.begin_server()
-        for site in SITES:
-            self.lines[site] = Line(self.federation.fleet)
+        for site in (*SITES, LATER):
+            self.proxies[site] = Line(self.federation.fleet)
             self.federation.register(site)
             self.federation.register(site, self.twin_keys)
+        for site in SITES:
             self.begin_site(site)
 
+    def unmount(self) -> None:
+        """Unmount the disks."""
+        for name in (*KINDS["full"], LATER):
+            if self.disk_of(name).is_mount():
+                subprocess.run(["umount", "--lazy", str(self.disk_of(name))], check=False)
+
     def make_older_release(self) -> None:
-        """What Python finds of one, before what is installed."""
+        """Write the metadata of a release that Python finds before the installed one."""
         release = self.folder / "older" / f"osfl-{OLDER}.dist-info"
         release.mkdir(parents=True)
-        told = f"Metadata-Version: 2.1\nName: osfl\nVersion: {OLDER}\n"
-        (release / "METADATA").write_text(told)
+        text = f"Metadata-Version: 2.1\nName: osfl\nVersion: {OLDER}\n"
+        (release / "METADATA").write_text(text)
+
+    def node_config(self, site: str, cache: str) -> str:
+        """Return the configuration of a node with a site's client id."""
+        images, folder = self.folder / "images", self.folder / "cache" / cache
+        return (
+            f"client-id='{site}' data-dir='{images}' cache-dir='{folder}' allowed-dirs='{self.kit}'"
+        )
 
     def begin_site(self, site: str) -> None:
-        config = (
-            f"client-id='{site}' data-dir='{self.folder / 'images'}' "
-            f"cache-dir='{self.folder / 'cache' / site}'"
+        self.federation.begin_node(
+            site,
+            *self.federation.trusting(site),
+            config=self.node_config(site, site),
+            fleet=self.proxies[site].port,
+            **self.settings_of(site),
         )
-        trusting = self.federation.trusting(site)
-        port = self.lines[site].port
-        settings = self.settings_of(site)
-        self.federation.begin_node(site, *trusting, config=config, fleet=port, **settings)
+
+    @contextmanager
+    def later_site(self) -> Iterator[None]:
+        """Let the later site take part, as long as the context is open."""
+        self.sites = (*SITES, LATER)
+        self.begin_site(LATER)
+        try:
+            yield
+        finally:
+            self.sites = SITES
+            self.due.pop(LATER, None)
+            self.kill(LATER)
+
+    def forget(self, run_folder: Path, client: str, seconds: float) -> str:
+        """Remove a client from a run by `osfl forget`, which is killed once, and is repeated.
+
+        Args:
+            seconds: time until it is killed.
+
+        Returns:
+            the output of the last command, if it failed; "" if the client is removed.
+        """
+        osfl = str(Path(sys.executable).parent / "osfl")
+        command = [osfl, "forget", str(run_folder), "--client", client]
+        environment = self.federation.environment | {"OMP_NUM_THREADS": "1"}
+        for timeout in (seconds, PATIENCE):
+            # A command that runs too long is killed
+            with suppress(subprocess.TimeoutExpired):
+                result = subprocess.run(
+                    command,
+                    cwd=self.folder / "empty",
+                    env=environment,
+                    capture_output=True,
+                    text=True,
+                    timeout=timeout,
+                    check=False,
+                )
+                return result.stdout + result.stderr if result.returncode else ""
+        return f"`osfl forget` did not end within {PATIENCE} s"
 
     @property
     def twin_keys(self) -> Path:
         return self.folder / "twin-keys"
 
     def begin_twin(self, site: str) -> None:
-        """A second node with a site's client id and images, in a cache of its own."""
+        """Start a second node with a site's client id and images, and a cache of its own."""
         name = f"twin-{site}"
-        config = (
-            f"client-id='{site}' data-dir='{self.folder / 'images'}' "
-            f"cache-dir='{self.folder / 'cache' / name}'"
-        )
         key = self.twin_keys / "nodes" / site
         trusting = ["--root-certificates", str(self.federation.keys / "ca.crt")]
         trusting += ["--auth-supernode-private-key", str(key)]
+        config = self.node_config(site, name)
         self.federation.begin_node(name, *trusting, config=config, **self.settings_of(site))
 
     def end_twin(self, site: str) -> None:
@@ -243,27 +341,29 @@ class World:
     def database(self) -> Path:
         return self.folder / "state.db"
 
+    @property
+    def database_copy(self) -> Path:
+        return self.folder / "copy.db"
+
     def copy_database(self) -> None:
-        """Keep the SuperLink's database as it is now."""
-        kept = self.folder / "kept.db"
-        kept.unlink(missing_ok=True)
+        """Copy the SuperLink's database."""
+        self.database_copy.unlink(missing_ok=True)
         with (
             closing(sqlite3.connect(self.database)) as source,
-            closing(sqlite3.connect(kept)) as copy,
+            closing(sqlite3.connect(self.database_copy)) as copy,
         ):
             source.backup(copy)
 
     def restore_database(self) -> None:
-        """Put the kept one in place; the SuperLink must be down."""
+        """Put the copy in the database's place; the SuperLink must be down."""
         for file in self.folder.glob("state.db*"):
             file.unlink()
-        shutil.copy(self.folder / "kept.db", self.database)
+        shutil.copy(self.database_copy, self.database)
 
     def damage(self, site: str, job: str) -> bool:
-        """Flip a bit of a site's payload of a job, where it has one; returns whether it had."""
-        cache = self.folder / "cache" / site
+        """Flip a bit of a job's payload in a site's cache; return whether there was one."""
         with suppress(FileNotFoundError):
-            for file in cache.rglob("payload.pb"):
+            for file in (self.folder / "cache" / site).rglob("payload.pb"):
                 if job in str(file.parent):
                     content = bytearray(file.read_bytes())
                     content[len(content) // 2] ^= 1
@@ -278,15 +378,17 @@ class World:
         self.federation.begin_server(**self.settings_of("server"))
 
     def settings_of(self, name: str) -> dict[str, str]:
-        """What a machine's processes have in their environment."""
-        # As in the tests: so many processes on few cores would wait for each other's threads
+        """Return the environment of a machine's processes."""
+        # With more threads, many processes on few cores would wait for each other
         settings = {"OMP_NUM_THREADS": "1", **self.clocks[name].settings}
         if name in self.older:
             settings["PYTHONPATH"] += f"{os.pathsep}{self.folder / 'older'}"
         return settings
 
-    def back(self, name: str) -> None:
-        """What was killed begins again."""
+    def restart(self, name: str) -> None:
+        """Start a machine that is down and not due."""
+        if name in self.federation.processes or name in self.due:
+            return
         if name == "superlink":
             self.begin_superlink()
         elif name == "server":
@@ -294,43 +396,60 @@ class World:
         else:
             self.begin_site(name)
 
+    def kill(self, name: str) -> None:
+        """Kill a machine's process with all its children."""
+        process = self.federation.processes.pop(name, None)
+        if process is not None:
+            with suppress(psutil.NoSuchProcess):
+                kill(psutil.Process(process.pid))
+
     def crash(self, name: str) -> bool:
-        """Kill its app and nothing else; returns whether one ran."""
-        apps = apps_of(self.federation.processes[name])
+        """Kill a machine's app alone; return whether one ran."""
+        process = self.federation.processes.get(name)
+        apps = apps_of(process) if process is not None else []
         for app in apps:
             with suppress(psutil.NoSuchProcess):
                 app.kill()
         return bool(apps)
 
+    def end(self, name: str) -> None:
+        """End a machine's process by SIGTERM."""
+        if name in self.federation.processes:
+            self.federation.end(name)
+
     def fill(self, name: str) -> None:
-        """Leave no room on its disk, which must be a small one."""
+        """Fill a machine's small disk."""
         fill_disk(self.disk_of(name))
 
     def make_room(self, name: str) -> None:
-        """Of what `fill` took."""
+        """Delete what `fill` wrote."""
         (self.disk_of(name) / FILLER).unlink(missing_ok=True)
 
+    def change_release(self, name: str, older: bool) -> None:
+        """Restart a site with the older release or the installed one."""
+        self.kill(name)
+        (self.older.add if older else self.older.discard)(name)
+        self.restart(name)
+
     def tend(self) -> None:
-        """As a restart policy: what ended begins anew, and a site that was refused, being online
-        yet.
-        """
+        """Restart what ended, and sites that were refused as being online yet."""
         for name in ("superlink", "server"):
             process = self.federation.processes.get(name)
             if process is not None and process.poll() is not None:
                 self.federation.end(name)
-                self.back(name)
-        for site in SITES:
+                self.restart(name)
+        for site in self.sites:
             process = self.federation.processes.get(site)
             refused = process is not None and "Exit Code: 305" in self.federation.log(site)
             if process is not None and (refused or process.poll() is not None):
                 self.federation.end(site)
-                self.due[site] = time.monotonic() + ANEW
+                self.due[site] = time.monotonic() + RETURN_SECONDS
             if site in self.due and time.monotonic() > self.due[site]:
                 del self.due[site]
                 self.begin_site(site)
 
-    def command(self, job: str, number: int) -> Command:
-        """`osfl run` of a job."""
+    def command(self, job: str, number: int, **settings: object) -> Command:
+        """Start `osfl run` of a job, with some settings of its own."""
         arguments = quick_arguments(
             self.kit,
             method="feddeo",
@@ -339,6 +458,7 @@ class World:
             synthesis__images_per_class=4,
             synthesis__unit_size=2,
             synthesis__steps=4,
+            **settings,
         )
         log = self.folder / f"{job}-{number}.log"
         osfl = str(Path(sys.executable).parent / "osfl")
@@ -352,216 +472,188 @@ class World:
             )
         return Command(process, log)
 
-    def tree(self, name: str) -> list[psutil.Process]:
-        process = psutil.Process(self.federation.processes[name].pid)
-        return [process, *process.children(recursive=True)]
-
     def signal_all(self, name: str, number: int) -> None:
-        for process in self.tree(name):
-            with suppress(psutil.NoSuchProcess):
-                process.send_signal(number)
+        """Send a signal to a machine's process and its children, if it runs."""
+        if name not in self.federation.processes:
+            return
+        with suppress(psutil.NoSuchProcess):
+            for process in workers_of(psutil.Process(self.federation.processes[name].pid)):
+                with suppress(psutil.NoSuchProcess):
+                    process.send_signal(number)
 
 
-def unmount(world: World) -> None:
-    """Its disks, those that are."""
-    for name in KINDS["full"]:
-        if world.disk_of(name).is_mount():
-            subprocess.run(["umount", "--lazy", str(world.disk_of(name))], check=False)
+class Trial:
+    """One schedule, from its job's first command to its last."""
 
-
-class Play:
-    """One history, from its job's first command to its last."""
-
-    def __init__(self, world: World, job: str, faults: list[Fault], span: float = SPAN):
-        self.world = world
+    def __init__(
+        self,
+        testbed: Testbed,
+        job: str,
+        faults: list[Fault],
+        span: float = SPAN,
+        **settings: object,
+    ):
+        self.testbed = testbed
+        # The job's own
+        self.settings = settings
         self._patience = PATIENCE + span
         self.job = job
-        self.run_folder = world.folder / "server" / job
+        self.run_folder = testbed.folder / "server" / job
         self.commands: list[Command] = []
-        self.ended: list[tuple[Command, int, bool]] = []  # with the exit code, and a report then
-        self.seen: dict[str, str] = {}  # payloads on the server's disk, by client
-        self.damaged: set[str] = set()  # clients whose waiting payload was damaged
-        self.cached: set[str] = set()  # clients that have their payload, still unacknowledged
+        # With the exit code, and whether there was a report then
+        self.ended: list[tuple[Command, int, bool]] = []
+        # Digests of payloads on the server's disk by client
+        self.payloads: dict[str, str] = {}
+        # Clients whose cached payload was damaged
+        self.damaged: set[str] = set()
+        # Clients with a payload that is not acknowledged yet
+        self.cached: set[str] = set()
         self.problems: list[str] = []
-        self._asked_again = 0
-        self._events: list[tuple[float, Callable[[], None]]] = []
+        self._repeats = 0
+        self._events: list[tuple[float, Action]] = []
         for fault in faults:
-            if fault.kind not in world.kinds:
-                continue
-            begin, end = self._ends_of(fault)
-            self._events += [(fault.begin, begin), (fault.begin + fault.seconds, end)]
+            if fault.kind in testbed.kinds:
+                begin, end = self._actions(fault)
+                self._events += [(fault.begin, begin), (fault.begin + fault.seconds, end)]
         self._events.sort(key=lambda event: event[0])
 
-    def play(self) -> list[str]:
-        """What was violated; nothing in a good history. Whatever comes, all faults are over then,
-        and no command goes on.
-        """
+    def run(self) -> list[str]:
+        """Return the violations. Afterwards all faults are over, and no command runs."""
         before = self._outside()
-        began = time.monotonic()
+        start = time.monotonic()
         try:
-            self._ask()
-            while self._events or self._going() or not self._finished():
-                while self._events and time.monotonic() - began > self._events[0][0]:
+            self._start_command()
+            while self._events or self._is_running() or not self._is_complete():
+                while self._events and time.monotonic() - start > self._events[0][0]:
                     self._events.pop(0)[1]()
-                self.world.tend()
-                self._look()
-                if not self._going() and not self._events and not self._finished():
-                    if self._asked_again >= MOST_COMMANDS:
-                        return [*self.problems, f"not finished: {self._say()}"]
-                    self._asked_again += 1
-                    self._ask()
-                if time.monotonic() - began > self._patience * (1 + self._asked_again):
-                    return [*self.problems, f"no end: {self._say()}"]
+                self.testbed.tend()
+                self._check()
+                if not self._is_running() and not self._events and not self._is_complete():
+                    if self._repeats >= MOST_COMMANDS:
+                        return [*self.problems, f"not finished: {self._last_lines()}"]
+                    self._repeats += 1
+                    self._start_command()
+                if time.monotonic() - start > self._patience * (1 + self._repeats):
+                    return [*self.problems, f"no end: {self._last_lines()}"]
                 time.sleep(0.2)
-            self._look()
-            return self.problems + self._at_the_end() + self._beside(before)
+            self._check()
+            return self.problems + self._check_end() + self._check_outside(before)
         finally:
             for command in self.commands:
                 if command.process.poll() is None:
                     end_process_tree(command.process.pid)
-            for _, what in self._events:
-                if what != self._ask:
-                    what()
+            for _, action in self._events:
+                if action != self._start_command:
+                    action()
 
-    def _ends_of(self, fault: Fault) -> tuple[Callable[[], None], Callable[[], None]]:
-        world, name = self.world, fault.target
+    def _actions(self, fault: Fault) -> tuple[Action, Action]:
+        """Return what begins and what ends a fault."""
+        testbed, name = self.testbed, fault.target
+        proxy, clock = testbed.proxies.get(name), testbed.clocks.get(name)
+        actions: dict[str, tuple[Action, Action]] = {
+            "kill": (partial(testbed.kill, name), partial(testbed.restart, name)),
+            "term": (partial(testbed.end, name), partial(testbed.restart, name)),
+            "stop": (
+                partial(testbed.signal_all, name, signal.SIGSTOP),
+                partial(testbed.signal_all, name, signal.SIGCONT),
+            ),
+            "crash": (partial(self._crash, fault), _nothing),
+            "full": (partial(testbed.fill, name), partial(testbed.make_room, name)),
+            "older": (
+                partial(testbed.change_release, name, True),
+                partial(testbed.change_release, name, False),
+            ),
+            "again": (self._start_command, _nothing),
+            "interrupt": (partial(self._interrupt, fault), _nothing),
+            "damage": (partial(self._damage, fault), _nothing),
+            "restore": (testbed.copy_database, self._restore),
+            "twin": (partial(testbed.begin_twin, name), partial(testbed.end_twin, name)),
+        }
+        if proxy is not None:
+            actions["cut"] = (proxy.cut, proxy.mend)
+            actions["slow"] = (partial(proxy.pace, SLOW, SLOW), partial(proxy.pace, 0.0, 0.0))
+        if clock is not None:
+            actions["clock"] = (
+                partial(clock.set_ahead, fault.ahead),
+                partial(clock.set_ahead, 0.0),
+            )
+        return actions[fault.kind]
 
-        def kill_it() -> None:
-            process = world.federation.processes.pop(name, None)
-            if process is not None:
-                with suppress(psutil.NoSuchProcess):
-                    kill(psutil.Process(process.pid))
+    def _crash(self, fault: Fault) -> None:
+        if self.testbed.crash(fault.target):
+            self.testbed.hits.add(fault)
 
-        def begin_it() -> None:
-            if name not in world.federation.processes and name not in world.due:
-                world.back(name)
-
-        def stop_it() -> None:
-            if name in world.federation.processes:
-                with suppress(psutil.NoSuchProcess):
-                    world.signal_all(name, signal.SIGSTOP)
-
-        def go_on() -> None:
-            if name in world.federation.processes:
-                with suppress(psutil.NoSuchProcess):
-                    world.signal_all(name, signal.SIGCONT)
-
-        def crash_it() -> None:
-            if name in world.federation.processes and world.crash(name):
-                world.met.add(fault)
-
-        def end_it() -> None:
-            if name in world.federation.processes:
-                world.federation.end(name)
-
-        def interrupt_it() -> None:
-            for command in self.commands:
-                if command.process.poll() is None:
-                    world.met.add(fault)
-                    command.process.send_signal(signal.SIGINT)
-
-        def damage_it() -> None:
-            if world.damage(name, self.job):
-                world.met.add(fault)
-                self.damaged.add(name)
-
-        def restore_it() -> None:
-            kill_it()
-            world.restore_database()
-            begin_it()
-
-        if fault.kind == "term":
-            return end_it, begin_it
-        if fault.kind == "interrupt":
-            return interrupt_it, lambda: None
-        if fault.kind == "damage":
-            return damage_it, lambda: None
-        if fault.kind == "restore":
-            return world.copy_database, restore_it
-        if fault.kind == "twin":
-            return partial(world.begin_twin, name), partial(world.end_twin, name)
-        if fault.kind == "kill":
-            return kill_it, begin_it
-        if fault.kind == "crash":
-            return crash_it, lambda: None
-        if fault.kind == "stop":
-            return stop_it, go_on
-        if fault.kind == "cut":
-            return world.lines[name].cut, world.lines[name].mend
-        if fault.kind == "slow":
-            pace = world.lines[name].pace
-            return partial(pace, SLOW, SLOW), partial(pace, 0.0, 0.0)
-        if fault.kind == "clock":
-            clock = world.clocks[name]
-            return partial(clock.set_ahead, fault.ahead), partial(clock.set_ahead, 0.0)
-        if fault.kind == "full":
-            return partial(world.fill, name), partial(world.make_room, name)
-        if fault.kind == "older":
-
-            def downgrade() -> None:
-                kill_it()
-                world.older.add(name)
-                begin_it()
-
-            def upgrade() -> None:
-                kill_it()
-                world.older.discard(name)
-                begin_it()
-
-            return downgrade, upgrade
-        return self._ask, lambda: None
-
-    def _ask(self) -> None:
-        self.commands.append(self.world.command(self.job, len(self.commands)))
-
-    def _going(self) -> bool:
-        """Whether a command is; of one that has ended, the exit code is kept."""
-        known = [command for command, *_ in self.ended]
+    def _interrupt(self, fault: Fault) -> None:
         for command in self.commands:
-            if command not in known and (code := command.process.poll()) is not None:
+            if command.process.poll() is None:
+                self.testbed.hits.add(fault)
+                command.process.send_signal(signal.SIGINT)
+
+    def _damage(self, fault: Fault) -> None:
+        if self.testbed.damage(fault.target, self.job):
+            self.testbed.hits.add(fault)
+            self.damaged.add(fault.target)
+
+    def _restore(self) -> None:
+        self.testbed.kill("superlink")
+        self.testbed.restore_database()
+        self.testbed.restart("superlink")
+
+    def _start_command(self) -> None:
+        self.commands.append(self.testbed.command(self.job, len(self.commands), **self.settings))
+
+    def _is_running(self) -> bool:
+        """Return whether a command runs; the exit codes of ended ones are recorded."""
+        ended_commands = [command for command, *_ in self.ended]
+        for command in self.commands:
+            if command not in ended_commands and (code := command.process.poll()) is not None:
                 self.ended.append((command, code, (self.run_folder / "report.html").is_file()))
         return len(self.ended) < len(self.commands)
 
-    def _finished(self) -> bool:
-        """Its sums are written last; a second command of a finished job takes them away first."""
+    def _is_complete(self) -> bool:
+        """Return whether the job is finished, and a command said so: an interrupted one did not."""
+        return self._is_finished() and any(code == 0 for _, code, _ in self.ended)
+
+    def _is_finished(self) -> bool:
+        """Return whether the run's checksums exist: they are written last, and a second command of
+        a finished job deletes them first.
+        """
         return (self.run_folder / "SHA256SUMS").is_file()
 
-    def _look(self) -> None:
-        """What may never be, however short."""
+    def _check(self) -> None:
+        """Record what must not be at any moment."""
         for file in (self.run_folder / "payloads").glob("*.pb"):
-            content = hashlib.sha256(file.read_bytes()).hexdigest()
-            if self.seen.setdefault(file.stem, content) != content:
+            digest = hashlib.sha256(file.read_bytes()).hexdigest()
+            if self.payloads.setdefault(file.stem, digest) != digest:
                 self.problems.append(f"the payload of {file.stem} was replaced")
-        for site in SITES:
-            there = self._cached(site)
-            if there is None:
+        for site in self.testbed.sites:
+            cached = self._has_cached_payload(site)
+            if cached is None:
                 continue
-            kept = (self.run_folder / "payloads" / f"{site}.pb").is_file()
-            lost = site in self.cached - self.damaged
-            if lost and not there and not kept:
-                self.problems.append(f"{site} was told that its payload arrived; it is gone")
-            self.cached = self.cached | {site} if there else self.cached - {site}
+            stored = (self.run_folder / "payloads" / f"{site}.pb").is_file()
+            acknowledged = site in self.cached - self.damaged and not cached
+            if acknowledged and not stored:
+                self.problems.append(f"the acknowledged payload of {site} is lost")
+            self.cached = self.cached | {site} if cached else self.cached - {site}
 
-    def _cached(self, site: str) -> bool | None:
-        """Whether a client has its payload of this job; None where that could not be seen, for it
-        takes its folders away meanwhile.
-        """
-        cache = self.world.folder / "cache" / site
+    def _has_cached_payload(self, site: str) -> bool | None:
+        """Return whether a client has its payload of this job; None if it deletes folders now."""
         with suppress(FileNotFoundError):
-            return any(self.job in str(file.parent) for file in cache.rglob("payload.pb"))
+            files = (self.testbed.folder / "cache" / site).rglob("payload.pb")
+            return any(self.job in str(file.parent) for file in files)
         return None
 
-    def _at_the_end(self) -> list[str]:
+    def _check_end(self) -> list[str]:
         problems = []
-        if sorted(self.seen) != list(SITES):
-            problems.append(f"payloads are of {sorted(self.seen)}")
+        if sorted(self.payloads) != list(self.testbed.sites):
+            problems.append(f"payloads are of {sorted(self.payloads)}")
         if refused := list((self.run_folder / "payloads").glob("*.refused")):
             problems.append(f"refused: {[file.name for file in refused]}")
         for command, code, report in self.ended:
-            said = command.said()
-            last = said[-1] if said else ""
+            lines = command.lines()
+            last = lines[-1] if lines else ""
             if code == 0 and not (report and "report: " in last):
-                problems.append(f"{command.log.name} ended with 0 without a report: {said[-3:]}")
+                problems.append(f"{command.log.name} ended with 0 without a report: {lines[-3:]}")
             interrupted = code == 130 and last.startswith("interrupted")
             if code != 0 and not last.startswith("error") and not interrupted:
                 problems.append(f"{command.log.name} ended with {code}, and says last: {last}")
@@ -570,263 +662,144 @@ class Play:
         return problems
 
     def _outside(self) -> set[Path]:
-        """The server's files but those of this job."""
-        found = set()
-        # In the second all processes have their working directory
+        """Return the server's files but those of this job."""
+        files: set[Path] = set()
+        # The second is the working directory of all processes
         for place in ("server", "empty"):
-            found |= set((self.world.folder / place).rglob("*"))
-        return {file for file in found if self.run_folder not in (file, *file.parents)}
+            files |= set((self.testbed.folder / place).rglob("*"))
+        return {file for file in files if self.run_folder not in (file, *file.parents)}
 
-    def _beside(self, before: set[Path]) -> list[str]:
-        more = sorted(self._outside() - before)
-        return [f"written beside the run's folder: {more}"] if more else []
+    def _check_outside(self, before: set[Path]) -> list[str]:
+        extras = sorted(self._outside() - before)
+        return [f"written beside the run's folder: {extras}"] if extras else []
 
-    def _say(self) -> str:
-        return "; ".join(f"{one.log.name}: {one.said()[-2:]}" for one in self.commands)
+    def _last_lines(self) -> str:
+        return "; ".join(f"{command.log.name}: {command.lines()[-2:]}" for command in self.commands)
+
+
+def _nothing() -> None:
+    """End a fault that is momentary."""
 
 
 def outcome(run_folder: Path) -> dict[str, object]:
-    """What a run gives, whatever happened: its images, and what the clients' tests said."""
+    """Return a run's images and the clients' tests, which no fault may change."""
     rows = map(json.loads, (run_folder / "manifest.jsonl").read_text().splitlines())
     images = {row["file"]: row["sha256"] for row in rows}
-    tests = {
-        file.name: json.loads(file.read_text())
-        for file in sorted((run_folder / "tests").glob("*.json"))
-    }
+    files = sorted((run_folder / "tests").glob("*.json"))
+    tests = {file.name: json.loads(file.read_text()) for file in files}
     return {"images": images, "tests": tests}
 
 
-def play(world: World, seed: int, peace: dict[str, object], span: float = SPAN) -> list[str]:
-    """A seed's history; what was violated, also against the run in peace.
+def first_difference(result: object, reference: object, place: str = "") -> str:
+    """Return the first place at which two outcomes differ, with both values; "" for equal ones."""
+    if result == reference:
+        return ""
+    if isinstance(result, dict) and isinstance(reference, dict):
+        for key in sorted({*result, *reference}):
+            inner = (result.get(key), reference.get(key))
+            if text := first_difference(*inner, f"{place}/{key}"):
+                return text
+    return f"{place[1:]} is {str(result)[:200]} and not {str(reference)[:200]}"
 
-    A good one's run is taken away, for the small disk has room for few.
+
+def run_schedule(
+    testbed: Testbed,
+    seed: int,
+    fault_free: dict[str, object],
+    span: float = SPAN,
+    kinds: Collection[str] = CHANGES,
+) -> list[str]:
+    """Run a seed's schedule and changes, and return the violations.
+
+    The folders of good runs are deleted, because the small disk has room for few.
+
+    Args:
+        fault_free: the outcome of a run without faults.
+        kinds: of changes that are made.
     """
-    run = Play(world, f"history-{seed}", history_of(seed, span), span)
-    problems = run.play()
-    if not problems and outcome(run.run_folder) != peace:
-        problems = ["its images or tests are others than a quiet run's"]
+    trial = Trial(testbed, f"history-{seed}", schedule_of(seed, span), span)
+    folders = [trial.run_folder]
+    problems = trial.run()
+    if not problems and (text := first_difference(outcome(trial.run_folder), fault_free)):
+        problems = [f"its images or tests differ from a fault-free run's: {text}"]
+    for change in () if problems else changes_of(seed):
+        if change.kind not in kinds:
+            continue
+        if change.kind == "join":
+            folders.append(folders[0].with_name(f"joined-{seed}"))
+            problems = run_continued(testbed, seed, folders[0].name, span)
+        else:
+            problems = run_departure(testbed, folders[-1], change)
+        if problems:
+            break
     if not problems:
-        shutil.rmtree(run.run_folder)
+        for folder in folders:
+            shutil.rmtree(folder)
     return problems
 
 
-def quiet(world: World) -> dict[str, object]:
-    """A run to which nothing happens."""
-    run = Play(world, "quiet", [])
-    problems = run.play()
+def run_continued(testbed: Testbed, seed: int, job: str, span: float) -> list[str]:
+    """Continue a job with the later site, with faults, and return the violations."""
+    settings = {"continue_from": job, "num_clients": len(SITES) + 1}
+    with testbed.later_site():
+        if testbed.of_all is None:
+            fresh = Trial(testbed, "quiet-all", [], span, num_clients=len(SITES) + 1)
+            if problems := fresh.run():
+                return [f"without faults: {problem}" for problem in problems]
+            testbed.of_all = outcome(fresh.run_folder)
+            shutil.rmtree(fresh.run_folder)
+        faults = continued_schedule_of(seed, span)
+        trial = Trial(testbed, f"joined-{seed}", faults, span, **settings)
+        problems = trial.run()
+    if not problems and (text := first_difference(outcome(trial.run_folder), testbed.of_all)):
+        problems = [f"a continued run's images or tests differ from those of a run of all: {text}"]
+    return problems
+
+
+def weights_digest(file: Path) -> str:
+    """Return the SHA-256 of a model's weights. Its metadata name the run."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(load_file(file).items()):
+        digest.update(f"{name} {tensor.shape} {tensor.dtype}".encode())
+        digest.update(tensor.tobytes())
+    return digest.hexdigest()
+
+
+def run_departure(testbed: Testbed, run_folder: Path, change: Fault) -> list[str]:
+    """Remove a client from a run, and return the violations."""
+    rows = list(map(json.loads, (run_folder / "manifest.jsonl").read_text().splitlines()))
+    if failure := testbed.forget(run_folder, change.target, change.seconds):
+        return [f"osfl forget: {failure[-500:]}"]
+    problems = [problem for finding in verify_run(run_folder) for problem in finding.problems]
+    remaining_rows = list(map(json.loads, (run_folder / "manifest.jsonl").read_text().splitlines()))
+    if remaining_rows != [row for row in rows if row["client"] != change.target]:
+        problems.append("the images of the others differ after a client has left")
+    problems += _traces(run_folder, change.target)
+    clients = tuple(sorted(file.stem for file in (run_folder / "payloads").glob("*.pb")))
+    files = (run_folder / "models").glob("*.safetensors")
+    models = {file.name: weights_digest(file) for file in files}
+    if not models or testbed.models.setdefault(clients, models) != models:
+        problems.append(f"the models of {clients} differ from those of an earlier schedule")
+    return problems
+
+
+def _traces(run_folder: Path, client: str) -> list[str]:
+    """Return the files of a run that have a client's name in their path or content."""
+    files = [file for file in run_folder.rglob("*") if file.is_file()]
+    name = client.encode()
+    places = [
+        str(file.relative_to(run_folder))
+        for file in files
+        if client in str(file.relative_to(run_folder)) or name in file.read_bytes()
+    ]
+    return [f"{client} has left, but is in {places}"] if places else []
+
+
+def run_fault_free(testbed: Testbed) -> dict[str, object]:
+    """Return the outcome of a run without faults."""
+    trial = Trial(testbed, "quiet", [])
+    problems = trial.run()
     assert not problems, problems
-    found = outcome(run.run_folder)
-    assert all(found.values()), found
-    return found
-
-
-def played(first: int, count: int, step: int, again: bool, span: float | None = None) -> None:
-    """Every so many seeds' histories, each kept when it is over.
-
-    Args:
-        again: also those that were, each with the span that it had, with whatever code.
-        span: of each, in seconds; None: what a run in peace takes.
-    """
-    wanted = range(first, first + count, step)
-    seeds = [seed for seed in wanted if again or not file_of(seed).is_file()]
-
-    def span_of(seed: int) -> float | None:
-        return span or (kept_span(seed) if again else None)
-
-    while seeds:
-        seeds = _played_in_one(seeds, span_of)
-
-
-def _played_in_one(seeds: list[int], span_of: SpanOf) -> list[int]:
-    """Histories in a federation of their own; those that are left after a violation, whose run
-    might go on there.
-    """
-    from tests.helpers.tiny_kits import make_tiny_kit
-
-    with tempfile.TemporaryDirectory() as place:
-        kit = Path(place) / "kit"
-        make_tiny_kit(kit)
-        world = None
-        try:
-            with new_federation(Path(place)) as federation:
-                federation.control, federation.fleet = quiet_ports()
-                world = World(federation, kit)
-                return _left_after(world, seeds, span_of)
-        finally:
-            # No process writes there any more
-            if world is not None:
-                unmount(world)
-
-
-def _left_after(world: World, seeds: list[int], span_of: SpanOf) -> list[int]:
-    """Seeds after the first whose history had a violation."""
-    world.begin()
-    begun = time.monotonic()
-    peace = quiet(world)
-    # Beside others it takes longer, and its last steps are to be hit as well
-    span = round(max(SPAN, time.monotonic() - begun), 1)
-    for number, seed in enumerate(seeds, 1):
-        if not _is_good(world, seed, peace, span_of(seed) or span):
-            return seeds[number:]
-    return []
-
-
-def _is_good(world: World, seed: int, peace: dict[str, object], span: float) -> bool:
-    """Of a seed's history, which is kept when it is over."""
-    since = time.monotonic()
-    problems = play(world, seed, peace, span)
-    seconds = time.monotonic() - since
-    faults = [fault for fault in history_of(seed, span) if _came(world, fault)]
-    found = {
-        "seed": seed,
-        "problems": problems,
-        "seconds": round(seconds),
-        "span": span,
-        "faults": [fault.kind for fault in faults],
-        "told": list(map(str, faults)),
-    }
-    write_atomically(file_of(seed), json.dumps(found).encode())
-    told = "; ".join(map(str, faults))
-    took = f"{seconds:.0f} s, span {span:.1f}"
-    print(f"{seed}: {problems or 'good'} ({took}) {told}", flush=True)
-    return not problems
-
-
-def _came(world: World, fault: Fault) -> bool:
-    must_meet = fault.kind in ("crash", "interrupt", "damage")
-    return fault.kind in world.kinds and (not must_meet or fault in world.met)
-
-
-def kept_span(seed: int) -> float | None:
-    """With which span a seed was last played, with whatever code; None: it was not."""
-    files = sorted(WORK.glob(f"{seed:06d}-*.json"), key=lambda file: file.stat().st_mtime)
-    return float(json.loads(files[-1].read_text())["span"]) if files else None
-
-
-def quiet_ports() -> tuple[int, int]:
-    """Two that Linux, as it is set by default, gives to no outgoing connection while the SuperLink
-    is away.
-    """
-    while True:
-        port = random.randrange(10_000, 32_000)
-        with (
-            suppress(OSError),
-            socket.create_server(("127.0.0.1", port)),
-            socket.create_server(("127.0.0.1", port + 1)),
-        ):
-            return port, port + 1
-
-
-@cache
-def code() -> str:
-    """Short for all that a history plays with, and for whether it may fill disks."""
-    digest = hashlib.sha256(f"{version('flwr')} {os.geteuid() == 0}".encode())
-    helpers = Path(__file__).resolve().parent
-    for name in ("fault_injection.py", "settings.py", "system_tools.py", "tiny_kits.py"):
-        digest.update((helpers / name).read_bytes())
-    root = helpers.parents[1]
-    for package in ("osfl", "client_app", "server_app"):
-        for file in sorted((root / package).rglob("*.py")):
-            digest.update(file.read_bytes())
-    return digest.hexdigest()[:8]
-
-
-def file_of(seed: int) -> Path:
-    """What a seed's history gave, with this code."""
-    return WORK / f"{seed:06d}-{code()}.json"
-
-
-def summary(first: int, count: int) -> tuple[str, int]:
-    """Of the histories that were played: what to say, and how many were violated."""
-    files = [file_of(seed) for seed in range(first, first + count) if file_of(seed).is_file()]
-    found = [json.loads(file.read_text()) for file in files]
-    bad = [one["seed"] for one in found if one["problems"]]
-    kinds = Counter(kind for one in found for kind in one["faults"])
-    faults = ", ".join(f"{kinds[kind]} {kind}" for kind in KINDS)
-    hours = sum(one["seconds"] for one in found) / 3600
-    violated = f"{len(bad)} with a violation {bad}"
-    return f"{len(found)} histories, {violated}, {hours:.1f} hours; faults: {faults}", len(bad)
-
-
-def write_table(first: int, count: int, folder: Path) -> None:
-    """Write the histories that were played with this code as histories.json and histories.md."""
-    files = [file_of(seed) for seed in range(first, first + count) if file_of(seed).is_file()]
-    found = [json.loads(file.read_text()) for file in files]
-    kept = [{key: one[key] for key in ("seed", "told", "problems", "seconds")} for one in found]
-    write_atomically(folder / "histories.json", (json.dumps(kept, indent=1) + "\n").encode(), 0o644)
-    kinds = Counter(kind for one in found for kind in one["faults"])
-    lines = ["| fault | times |", "|---|---:|"]
-    lines += [f"| {kind} | {kinds[kind]} |" for kind in KINDS]
-    lines += ["", "| seed | faults | violations |", "|---:|---|---|"]
-    for one in kept:
-        told = "; ".join(one["told"]) or "none"
-        problems = "; ".join(one["problems"]).replace("|", "/") or "none"
-        lines.append(f"| {one['seed']} | {told} | {problems} |")
-    command = f"`python tests/helpers/fault_injection.py {first} {count} --table`"
-    text = f"{summary(first, count)[0]}. Command: {command}.\n\n" + "\n".join(lines) + "\n"
-    write_atomically(folder / "histories.md", text.encode(), 0o644)
-
-
-def main() -> None:
-    """Play histories, and say of each what was violated."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("first", type=int, help="the first seed")
-    parser.add_argument("count", type=int, help="how many seeds")
-    parser.add_argument("--at-once", type=int, default=1, help="federations side by side")
-    parser.add_argument("--again", action="store_true", help="also those that were played")
-    parser.add_argument(
-        "--table", action="store_true", help="write benchmarks/tools/tables/histories.*"
-    )
-    parser.add_argument("--span", type=float, help="seconds, as it was printed of a history")
-    parser.add_argument("--step", type=int, default=1, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.span is not None and given.span <= 0:
-        parser.error(f"--span {given.span:g}: must be more than 0 seconds")
-    if given.at_once < 1:
-        parser.error(f"--at-once {given.at_once}: must be 1 or more")
-    # Ended by a signal, it ends what it started
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _leave)
-    WORK.mkdir(parents=True, exist_ok=True)
-    if given.at_once == 1:
-        played(given.first, given.count, given.step, given.again, given.span)
-        ends = [0]
-    else:
-        more = ["--again"] if given.again else []
-        if given.span:
-            more.append(f"--span={given.span}")
-        ends = side_by_side(given.first, given.count, given.at_once, more)
-    if given.step == 1:
-        told, bad = summary(given.first, given.count)
-        if given.table:
-            write_table(given.first, given.count, TABLES)
-        print(told)
-        sys.exit(bool(bad or any(ends)))
-
-
-def _leave(*_: object) -> None:
-    """End, and let no other signal break into that."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
-    sys.exit(1)
-
-
-def side_by_side(first: int, count: int, at_once: int, more: Sequence[str]) -> list[int]:
-    """Processes that each play every so many seeds, with more arguments; their exit codes."""
-    processes = []
-    try:
-        for number in range(at_once):
-            seeds = [str(first + number), str(count - number), "--step", str(at_once)]
-            processes.append(subprocess.Popen([sys.executable, __file__, *seeds, *more]))
-        return [process.wait() for process in processes]
-    finally:
-        for process in processes:
-            process.terminate()
-        for process in processes:
-            process.wait()
-
-
-if __name__ == "__main__":
-    main()
+    result = outcome(trial.run_folder)
+    assert all(result.values()), result
+    return result

@@ -9,8 +9,8 @@ import pytest
 from tests.helpers.loopback_hub import Hub
 
 
-def asked(monkeypatch: pytest.MonkeyPatch, address: str, cache: Path) -> None:
-    """Which hub the client library asks from here on."""
+def use_hub(monkeypatch: pytest.MonkeyPatch, address: str, cache: Path) -> None:
+    """Let the hub's client library use a server and a cache."""
     constants = huggingface_hub.constants
     pattern = address + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(constants, "ENDPOINT", address)
@@ -18,13 +18,13 @@ def asked(monkeypatch: pytest.MonkeyPatch, address: str, cache: Path) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
 
 
-def nobody() -> str:
-    """An address at which no server is."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return f"http://127.0.0.1:{taken.getsockname()[1]}"
+def unused_address() -> str:
+    """Return an address without a server."""
+    with socket.create_server(("127.0.0.1", 0)) as reserved:
+        return f"http://127.0.0.1:{reserved.getsockname()[1]}"
 
 
 def weights_of(server: Hub) -> list[str]:
-    """The files of weights that were sent, in their order."""
+    """Return the weight files that were sent, in order."""
     ends = (".safetensors", ".bin")
     return [name.partition("/")[2] for name in server.fetched if name.endswith(ends)]

@@ -22,8 +22,8 @@ def rewrite(file: Path, content: bytes) -> None:
 
 def change(kit: Path, file: str, **settings: object) -> None:
     """Other settings in a file of JSON."""
-    known = json.loads((kit / file).read_text()) if (kit / file).is_file() else {}
-    rewrite(kit / file, json.dumps({**known, **settings}).encode())
+    content = json.loads((kit / file).read_text()) if (kit / file).is_file() else {}
+    rewrite(kit / file, json.dumps({**content, **settings}).encode())
 
 
 def index(kit: Path, missing: bool = False) -> None:

@@ -58,13 +58,13 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(with_body=True)
 
     def do_POST(self) -> None:
-        """Which of some paths there are."""
+        """Answer which of some paths exist."""
         length = int(self.headers.get("Content-Length", 0))
         asked = self.rfile.read(length).decode()
         repository = self.repository(self.parts())
         paths = json.loads(asked)["paths"] if asked.startswith("{") else []
-        found = [about for about in self.files(repository) if about["path"] in paths]
-        self.send_json(found)
+        entries = [entry for entry in self.files(repository) if entry["path"] in paths]
+        self.send_json(entries)
 
     def parts(self) -> list[str]:
         parts = unquote(urlsplit(self.path).path).strip("/").split("/")
@@ -76,13 +76,13 @@ class Handler(BaseHTTPRequestHandler):
         return self.server.root / parts[0] / parts[1]
 
     def files(self, repository: Path) -> list[dict]:
-        found = []
+        entries = []
         for file in sorted(path for path in repository.rglob("*") if path.is_file()):
             name = file.relative_to(repository).as_posix()
             digest = hashlib.sha1(file.read_bytes()).hexdigest()
             size = file.stat().st_size
-            found.append({"type": "file", "path": name, "size": size, "oid": digest})
-        return found
+            entries.append({"type": "file", "path": name, "size": size, "oid": digest})
+        return entries
 
     def answer(self, with_body: bool) -> None:
         parts = self.parts()
@@ -90,19 +90,25 @@ class Handler(BaseHTTPRequestHandler):
         if not repository.is_dir():
             self.send_missing("RepoNotFound")
             return
-        what = parts[2] if len(parts) > 2 else "revision"
-        if what == "revision" and len(parts) > 3 and parts[3] not in ("main", REVISION):
+        kind = parts[2] if len(parts) > 2 else "revision"
+        if kind == "revision" and len(parts) > 3 and parts[3] not in ("main", REVISION):
             self.send_missing("RevisionNotFound")
             return
-        if what == "resolve":
+        if kind == "resolve":
             self.send_file(repository / "/".join(parts[4:]), with_body)
-        elif what == "tree":
+        elif kind == "tree":
             self.send_tree(repository, "/".join(parts[4:]))
-        elif what == "revision":
-            names = [{"rfilename": about["path"]} for about in self.files(repository)]
-            about = {"id": "/".join(parts[:2]), "sha": REVISION, "siblings": names}
-            more = {"private": False, "gated": False, "disabled": False, "tags": [], "downloads": 0}
-            self.send_json({**about, **more})
+        elif kind == "revision":
+            names = [{"rfilename": entry["path"]} for entry in self.files(repository)]
+            metadata = {"id": "/".join(parts[:2]), "sha": REVISION, "siblings": names}
+            flags = {
+                "private": False,
+                "gated": False,
+                "disabled": False,
+                "tags": [],
+                "downloads": 0,
+            }
+            self.send_json({**metadata, **flags})
         else:
             self.send_missing("EntryNotFound")
 
@@ -114,16 +120,16 @@ class Handler(BaseHTTPRequestHandler):
             return
         listed = self.files(repository)
         deep = "recursive=true" in self.path.lower()
-        found = []
-        for about in listed:
-            file = repository / about["path"]
+        entries = []
+        for entry in listed:
+            file = repository / entry["path"]
             if file.is_relative_to(folder) and (deep or file.parent == folder):
-                found.append(about)
+                entries.append(entry)
         folders = folder.rglob("*") if deep else folder.glob("*")
         for path in sorted(path for path in folders if path.is_dir()):
             name = path.relative_to(repository).as_posix()
-            found.append({"type": "directory", "path": name, "size": 0, "oid": "0" * 40})
-        self.send_json(found)
+            entries.append({"type": "directory", "path": name, "size": 0, "oid": "0" * 40})
+        self.send_json(entries)
 
     def send_file(self, file: Path, with_body: bool) -> None:
         if not file.is_file():

@@ -14,6 +14,8 @@ from osfl.payload.kinds import (
     DomainVector,
     Embeddings,
     Encodings,
+    LatentMixture,
+    LatentStatistics,
     Mixtures,
     Payload,
     Votes,
@@ -83,6 +85,22 @@ KINDS: dict[str, tuple[Payload, dict]] = {
             "component_weights": (("classes", 2), REAL),
             "component_means": (("classes", 2, 1, 2, 2), REAL),
             "component_variances": (("classes", 2, 1, 2, 2), REAL),
+        },
+    ),
+    "fedld": (
+        LatentMixture(("cat", "emu"), torch.tensor([0.25, 0.75]), *torch.ones(2, 2, 1, 2, 2)),
+        {
+            "weights": ((2,), REAL),
+            "means": ((2, 1, 2, 2), REAL),
+            "variances": ((2, 1, 2, 2), REAL),
+        },
+    ),
+    "latent-gaussian": (
+        LatentStatistics(("cat", "emu"), torch.tensor([2, 3]), *torch.full((2, 2, 1, 2, 2), 4.0)),
+        {
+            "counts": (("classes",), WHOLE),
+            "sums": (("classes", 1, 2, 2), REAL),
+            "squares": (("classes", 1, 2, 2), REAL),
         },
     ),
     "fedbip": (

@@ -10,8 +10,8 @@ from osfl.util.costs import release_memory
 
 
 def peak_of(work: Callable[[], object]) -> int:
-    """The most bytes of memory that were resident beside those that were before."""
-    # What malloc keeps of earlier work would be taken again, and not be seen
+    """Return the peak of resident bytes during `work`, beyond those resident before it."""
+    # Otherwise work would reuse memory that malloc has kept, and the peak would not show it
     release_memory()
     before = psutil.Process().memory_info().rss
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here on

@@ -5,7 +5,7 @@ from osfl.tables.table_file import Cell
 
 
 def metrics(method: str, accuracy: dict[str, dict[str, float]], **server: object) -> dict:
-    about = {
+    client_metrics = {
         "upload_bytes": 1000,
         "download_bytes": 2e6,
         "flops": 3e12,
@@ -24,7 +24,7 @@ def metrics(method: str, accuracy: dict[str, dict[str, float]], **server: object
         "confusion": confusion,
         "config": {},
         "rounds": 1,
-        "clients": {"a": {**about, "upload_bytes": 500}, "b": about},
+        "clients": {"a": {**client_metrics, "upload_bytes": 500}, "b": client_metrics},
         "server": {"seconds_per_image": 0.25, "synthetic_images": 240, **server},
         "versions": {"torch": "1", "flwr": "2"},
         "not_tested": [],

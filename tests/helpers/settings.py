@@ -37,7 +37,7 @@ def quick(**overrides: Any) -> dict[str, Any]:
         "synthesis.steps": 2,
         "synthesis.unit-size": 8,
         "synthesis.batch-size": 8,
-        "synthesis.units-at-once": 1,
+        "synthesis.parallel-units": 1,
         # an eighth of a ResNet-18, to train and to send
         "classifier.architecture": "shufflenet_v2_x1_0",
         "classifier.epochs": 1,
@@ -53,6 +53,8 @@ def quick(**overrides: Any) -> dict[str, Any]:
         "espresso.noise-draws": 2,
         "espresso.clusters": 2,
         "espresso.components": 2,
+        "fedld.components": 2,
+        "fedld.noise-draws": 2,
         "feddisc.clusters": 2,
         "fedbip.epochs": 1,
         "fedbip.batch-size": 50,

@@ -26,11 +26,11 @@ def few_digits(load_split: Callable[[str], Any], split: str) -> Any:
     """Three images of every class and domain of a split, two of the test's; a small public one."""
     if split == "public":
         return public_digits(load_split)
-    whole = load_split(split)
-    seen: Counter = Counter()
+    images = load_split(split)
+    counts: Counter = Counter()
     rows = []
-    for i, kind in enumerate(zip(whole["label"], whole["domain"], strict=True)):
-        seen[kind] += 1
-        if seen[kind] <= (2 if split == "test" else 3):
+    for i, kind in enumerate(zip(images.labels.tolist(), images.domains, strict=True)):
+        counts[kind] += 1
+        if counts[kind] <= (2 if split == "test" else 3):
             rows.append(i)
-    return whole.select(rows)
+    return images.select(rows)

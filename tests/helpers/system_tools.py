@@ -21,9 +21,9 @@ from packaging.version import Version
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from osfl.cli import certs
-from osfl.cli.guard import end_process_tree
-from osfl.cli.launch import flower_environment, free_ports
+from osfl.cli import certs, node_keys
+from osfl.launch.flower import flower_environment, free_ports
+from tests.helpers.fork_server import descendants, start_fork_server, workers_of
 from tests.helpers.settings import defaults, quick
 
 BIN = Path(sys.executable).parent
@@ -49,11 +49,11 @@ def quick_arguments(kit: Path, **overrides: object) -> list[str]:
         "test_timeout": 1200.0,
     }
     usual = defaults()
-    wanted = quick(kit=str(kit), **(patience | overrides))
+    settings = quick(kit=str(kit), **(patience | overrides))
     # Without a method the run would be configs/recommended.toml's
     shown = {
         k: str(v).lower() if isinstance(v, bool) else v
-        for k, v in wanted.items()
+        for k, v in settings.items()
         if v != usual[k] or k == "method"
     }
     return [f"{key}={value}" for key, value in shown.items()]
@@ -81,7 +81,7 @@ def make_images(folder: Path) -> None:
 
 
 class Clock:
-    """Of one machine's processes: what Python's `time.time` and Flower's `now` say there.
+    """The clock of one machine's processes: the time of Python's `time.time` and Flower's `now`.
 
     The system's own clock stays, and so do files' times and what certificates are held against.
 
@@ -129,9 +129,7 @@ class Clock:
 def wait_for(
     condition: Callable[[], bool], seconds: float, what: Callable[[], str], every: float = 0.5
 ) -> None:
-    """Fail, saying `what()`, if the condition, looked at `every` so many seconds, does not come
-    true in time.
-    """
+    """Fail with the text `what()` if the condition, checked `every` seconds, stays false."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, what()
@@ -140,22 +138,34 @@ def wait_for(
 
 def kill(process: psutil.Process) -> None:
     """kill -9 of a process and all that it started."""
-    members = [*process.children(recursive=True), process]
+    members = workers_of(process)
     for member in members:
         with suppress(psutil.NoSuchProcess):
             member.kill()
-    psutil.wait_procs(members, timeout=10)
+    psutil.wait_procs([*members, process], timeout=10)
+
+
+def end_workers(pid: int) -> None:
+    """Terminate a process and all that it started, and kill them after five seconds."""
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        members = workers_of(process)
+        for member in members:
+            with suppress(psutil.NoSuchProcess):
+                member.terminate()
+        psutil.wait_procs([*members, process], timeout=5)
+        kill(process)
 
 
 def apps_of(process: subprocess.Popen) -> list[psutil.Process]:
     """The ServerApps or ClientApps that Flower's process runs now, each in one of its own."""
-    found = []
+    apps = []
     with suppress(psutil.NoSuchProcess):
-        for child in psutil.Process(process.pid).children(recursive=True):
+        for child, worker in descendants(psutil.Process(process.pid)):
             with suppress(psutil.NoSuchProcess):
-                if any(Path(word).name in APPS for word in child.cmdline()[:2]):
-                    found.append(child)
-    return found
+                if any(Path(word).name in APPS for word in child.cmdline()[:3]):
+                    apps.append(worker)
+    return apps
 
 
 @dataclass
@@ -173,13 +183,16 @@ class Federation:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of the user's `flwr` and `osfl`."""
+        """Return the environment of the user's `flwr` and `osfl`; some commands are forks in it."""
+        usual = flower_environment()
+        terminal = {"TERM": "dumb", "COLUMNS": "200"}
+        commands, _ = start_fork_server(**terminal)
         return {
-            **flower_environment(),
+            **usual,
+            **terminal,
+            "PATH": f"{commands}{os.pathsep}{usual['PATH']}",
             "FLWR_HOME": str(self.folder / "flwr"),
             "OSFL_RUNS": str(self.folder / "server"),
-            "TERM": "dumb",
-            "COLUMNS": "200",
         }
 
     def begin(self, name: str, *command: str, **settings: str) -> None:
@@ -196,7 +209,7 @@ class Federation:
             )
 
     def end(self, name: str) -> None:
-        end_process_tree(self.processes.pop(name).pid)
+        end_workers(self.processes.pop(name).pid)
 
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text()
@@ -253,7 +266,7 @@ class Federation:
         wait_for(healthy, 60, lambda: self.log("superlink"))
 
     def begin_server(self, **settings: str) -> None:
-        """Where the SuperLink's isolation is `process`: what runs the ServerApps."""
+        """Start the process that runs ServerApps, for a SuperLink with isolation `process`."""
         where = [
             "--runtime-api-address",
             f"127.0.0.1:{self.control}",
@@ -272,12 +285,11 @@ class Federation:
 
     def flwr(self, *arguments: str) -> str:
         """The output of a `flwr` command."""
-        command = [str(BIN / "flwr"), *arguments]
-        done = subprocess.run(
-            command, env=self.environment, capture_output=True, text=True, timeout=120
+        result = subprocess.run(
+            ["flwr", *arguments], env=self.environment, capture_output=True, text=True, timeout=120
         )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        assert result.returncode == 0, result.stdout + result.stderr
+        return result.stdout
 
     def register(self, name: str, keys: Path | None = None) -> str:
         """A key pair for a node, and its public key registered; returns the node id.
@@ -285,16 +297,18 @@ class Federation:
         Args:
             keys: where the pair is kept; None: with the others.
         """
-        key = certs.make_node(keys or self.keys, name)
+        folder = keys or self.keys
+        _, request = node_keys.request_key(folder / "nodes", name)
+        public = node_keys.register_key(folder, *node_keys.read_request(request)).file
         answer = json.loads(
             self.flwr(
-                *("supernode", "register", f"{key}.pub", "test", "--name", name, "--format", "json")
+                *("supernode", "register", str(public), "test", "--name", name, "--format", "json")
             )
         )
         return str(answer["node-id"])
 
     def statuses(self) -> list[str]:
-        """Of all nodes that are registered."""
+        """Return the states of all registered nodes."""
         return [
             node["status"]
             for node in json.loads(self.flwr("supernode", "list", "test", "--format", "json"))[
@@ -309,6 +323,7 @@ class Federation:
         config: str = "",
         isolation: str = "subprocess",
         fleet: int = 0,
+        command: Sequence[str] = ("flower-supernode",),
         **settings: str,
     ) -> None:
         """A SuperNode.
@@ -330,7 +345,7 @@ class Federation:
         ]
         self.begin(
             name,
-            "flower-supernode",
+            *command,
             *where,
             *security,
             "--node-config",
@@ -339,7 +354,7 @@ class Federation:
         )
 
     def trusting(self, name: str, authority: Path | None = None) -> list[str]:
-        """What a node is started with that does as the guide says, or trusts another authority."""
+        """Return the arguments of a node that follows the guide, or trusts another authority."""
         trusted = ["--root-certificates", str(authority or self.keys / "ca.crt")]
         return [*trusted, "--auth-supernode-private-key", str(self.keys / "nodes" / name)]
 
@@ -371,7 +386,7 @@ class Line:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def pace(self, to_server: float, back: float) -> None:
-        """From now on let so many bytes a second through; 0 for all that come."""
+        """Limit the bytes per second from now on; 0 for no limit."""
         self._rates = {"to server": to_server, "back": back}
 
     def cut(self) -> None:
@@ -408,7 +423,7 @@ class Line:
         client.close()
 
     def _pass(self, source: socket.socket, target: socket.socket, way: str) -> None:
-        """What comes, until one end is over; then both are."""
+        """Pass bytes on until one end is closed; then close both."""
         with suppress(OSError):
             while some := source.recv(2**12):
                 if rate := self._rates[way]:
@@ -420,7 +435,7 @@ class Line:
 
 
 def _end(pair: Sequence[socket.socket]) -> None:
-    # To close alone would tell nobody while another thread reads
+    # Closing alone does not end another thread's read
     for end in pair:
         with suppress(OSError):
             end.shutdown(socket.SHUT_RDWR)
@@ -461,9 +476,9 @@ def new_federation(folder: Path) -> Iterator[Federation]:
     """
     certs.make_ca(folder / "keys")
     certs.make_server(folder / "keys", [])
-    made = Federation(folder)
+    federation = Federation(folder)
     try:
-        yield made
+        yield federation
     finally:
-        for process in reversed(made.processes.values()):
-            end_process_tree(process.pid)
+        for process in reversed(federation.processes.values()):
+            end_workers(process.pid)

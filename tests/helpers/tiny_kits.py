@@ -1,19 +1,20 @@
 """Kits of the digits kit's shape with random weights."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from filelock import FileLock
 
 
-@contextmanager
-def made_once(folder: Path) -> Iterator[bool]:
-    """Lock a folder that all workers of a test run share; yield True to the one that makes it."""
-    done = folder.with_name(f"{folder.name}.done")
+def make_once(folder: Path, make: Callable[[], None]) -> Path:
+    """Make a folder that all workers of a test run share, in the first of them; return it."""
+    marker = folder.with_name(f"{folder.name}.done")
     with FileLock(folder.with_name(f"{folder.name}.lock")):
-        yield not done.exists()
-        done.touch()
+        if not marker.exists():
+            make()
+            marker.touch()
+    return folder
 
 
 def make_tiny_kit(folder: Path) -> None:
@@ -22,6 +23,7 @@ def make_tiny_kit(folder: Path) -> None:
     from osfl.data.digits import CLASSES
     from osfl.kit_training import untrained
     from osfl.models import classifiers
+    from tests.helpers.encoder_folders import save_whole_clip
 
     torch.manual_seed(0)
     text = untrained.new_text_encoder(
@@ -40,6 +42,7 @@ def make_tiny_kit(folder: Path) -> None:
     encoder = untrained.new_image_encoder(32, 16, 12)
     encoder.model.save_pretrained(folder / "image_encoder")
     encoder.processor.save_pretrained(folder / "feature_extractor")
+    save_whole_clip(folder / "clip")
 
 
 def make_tiny_unclip(tiny_kit: Path, folder: Path) -> None:
@@ -58,3 +61,58 @@ def make_tiny_unclip(tiny_kit: Path, folder: Path) -> None:
         torch.linspace(-1, 1, encoder.width), torch.linspace(0.5, 2, encoder.width)
     )
     untrained.unclip_pipeline(kit, unet, encoder, noise).save_pretrained(folder)
+
+
+def make_tiny_pair(tiny_kit: Path, folder: Path) -> None:
+    """The tiny kit with two text encoders of different widths, tokens and vocabularies, whose
+    states are joined, and a UNet that adds a pooled vector and the image's size, as SDXL's.
+    """
+    import torch
+    from diffusers import UNet2DConditionModel
+    from transformers import CLIPTextConfig, CLIPTextModelWithProjection
+
+    from osfl.data.digits import CLASSES
+    from osfl.kit_training import untrained
+    from osfl.models import diffusion
+
+    torch.manual_seed(2)
+    kit = diffusion.load_kit(tiny_kit)
+    captions = [f"an old image of {name}" for name in CLASSES]
+    second = untrained.new_text_encoder(captions, length=8, width=24)
+    settings = {**second.model.config.to_dict(), "projection_dim": 20}
+    projecting = CLIPTextModelWithProjection(CLIPTextConfig.from_dict(settings))
+    unet = UNet2DConditionModel.from_config(
+        {
+            **kit.unet.config,
+            "cross_attention_dim": 32 + 24,
+            "addition_embed_type": "text_time",
+            "addition_time_embed_dim": 4,
+            "projection_class_embeddings_input_dim": 6 * 4 + 20,
+        }
+    )
+    untrained.pipeline(kit.vae, unet, kit.text).save_pretrained(folder)
+    projecting.save_pretrained(folder / "text_encoder_2")
+    second.tokenizer.save_pretrained(folder / "tokenizer_2")
+    for part in ("classifiers", "captioner", "image_encoder", "feature_extractor", "clip"):
+        shutil.copytree(tiny_kit / part, folder / part)
+
+
+def make_tiny_autoencoder_kit(tiny_kit: Path, folder: Path) -> None:
+    """Copy a kit with a tiny autoencoder (TAESD) with random weights in place of its own."""
+    import shutil
+
+    import torch
+    from diffusers import AutoencoderTiny
+
+    torch.manual_seed(2)
+    shutil.copytree(tiny_kit, folder)
+    shutil.rmtree(folder / "vae")
+    AutoencoderTiny(
+        encoder_block_out_channels=(8, 8, 8),
+        decoder_block_out_channels=(8, 8, 8),
+        num_encoder_blocks=(1, 1, 1),
+        num_decoder_blocks=(1, 1, 1),
+        scaling_factor=0.5,
+    ).save_pretrained(folder / "vae")
+    index = folder / "model_index.json"
+    index.write_text(index.read_text().replace("AutoencoderKL", "AutoencoderTiny"))

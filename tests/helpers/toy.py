@@ -23,11 +23,12 @@ from osfl.config import parse_run_config
 from osfl.data import digits
 begin_task()
 digits.load_split = partial(few_digits, digits.load_split)
-config = quick(method="toy", kit=sys.argv[3])
-# As --dry-run does
-estimate_run(parse_run_config(config))
-grid = LoopGrid(app, config, [{"partition-id": k, "num-partitions": 2} for k in range(2)])
-run_job(grid, parse_run_config(config), "job")
+for name in sys.argv[4:]:
+    config = quick(method=name, kit=sys.argv[3])
+    # As --dry-run does
+    estimate_run(parse_run_config(config))
+    grid = LoopGrid(app, config, [{"partition-id": k, "num-partitions": 2} for k in range(2)])
+    run_job(grid, parse_run_config(config), name)
 """
 
 
@@ -37,14 +38,27 @@ def copy_project(folder: Path) -> None:
     shutil.copy(ROOT / "pyproject.toml", folder)
 
 
-def add_row(folder: Path, row: str) -> None:
-    """A method in the table of a copy."""
-    table = folder / "osfl" / "methods.py"
-    table.write_text(table.read_text().replace("\n}\n", f"\n    {row},\n}}\n", 1))
+def add_method(folder: Path, name: str, declaration: str) -> None:
+    """Declare a method in a copy: a file, and two lines in the table.
+
+    Args:
+        name: the method's.
+        declaration: the expression of its `METHOD`.
+    """
+    methods = folder / "osfl" / "methods"
+    imports = "from osfl.methods.declaration import DIFFUSION_PARTS, Method"
+    (methods / f"{name}.py").write_text(f'"""Toy."""\n\n{imports}\n\nMETHOD = {declaration}\n')
+    table = methods / "__init__.py"
+    line = "from osfl.methods.votes import METHOD as VOTES\n"
+    text = table.read_text()
+    assert text.count(line) == 1
+    constant = name.upper()
+    text = text.replace(line, f"from osfl.methods.{name} import METHOD as {constant}\n{line}")
+    table.write_text(text.replace("\n}\n", f'\n    "{name}": {constant},\n}}\n', 1))
 
 
-def run_toy(folder: Path, kit: Path) -> subprocess.CompletedProcess:
-    """A run of method = toy by the copy: two clients, everything in one process."""
+def run_toys(folder: Path, kit: Path, *names: str) -> subprocess.CompletedProcess:
+    """A run of each of these methods by the copy: two clients, everything in one process."""
     (folder / "go.py").write_text(GO)
     environment = {
         **os.environ,
@@ -52,5 +66,5 @@ def run_toy(folder: Path, kit: Path) -> subprocess.CompletedProcess:
         "OSFL_CACHE": str(folder / "cache"),
         "OSFL_STATE": str(folder / "state"),
     }
-    command = [sys.executable, "go.py", str(folder), str(ROOT), str(kit)]
+    command = [sys.executable, "go.py", str(folder), str(ROOT), str(kit), *names]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)

@@ -1,6 +1,8 @@
 """Whole runs of client and server in one process, and what they leave."""
 
 import json
+import shutil
+import tempfile
 from pathlib import Path
 
 from flwr.app import Message
@@ -24,6 +26,21 @@ def start(config: dict, job: str = "job", count: int | None = None, tamper=None)
     return grid
 
 
+FINISHED: dict[str, Path] = {}
+
+
+def start_once(home: Path, config: dict, job: str = "job") -> Path:
+    """The folder of a finished run. It is made once in a process, and copied after that."""
+    folder = home / "runs" / job
+    key = json.dumps([job, config], sort_keys=True)
+    if key in FINISHED:
+        return Path(shutil.copytree(FINISHED[key], folder))
+    start(config, job)
+    storage = tempfile.mkdtemp(prefix="finished-", dir=home.parent)
+    FINISHED[key] = Path(shutil.copytree(folder, Path(storage) / job))
+    return folder
+
+
 def metrics(home: Path, job: str = "job") -> dict:
     return json.loads((home / "runs" / job / "metrics.json").read_text())
 
@@ -33,12 +50,12 @@ class Killed(BaseException):
 
 
 def files(folder: Path, *names: str) -> dict[str, bytes]:
-    found = [
+    paths = [
         p
         for name in names
         for p in ([folder / name] if (folder / name).is_file() else (folder / name).rglob("*"))
     ]
-    return {str(p.relative_to(folder)): p.read_bytes() for p in found if p.is_file()}
+    return {str(p.relative_to(folder)): p.read_bytes() for p in paths if p.is_file()}
 
 
 def swap_payload(change) -> object:  # type: ignore[no-untyped-def]

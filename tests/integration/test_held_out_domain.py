@@ -19,19 +19,18 @@ def asked(grid: LoopGrid, kind: str) -> set[int]:
     return {node - 100 if node >= 100 else node for node, sent in grid.sent if sent == kind}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["prompts-domain", "prompts-only", "ceiling", "fedavg"])
-def test_who_is_left_out_tests_and_does_nothing_else(
-    home: Path, tiny_kit: Path, method: str
-) -> None:
-    config = quick(method=method, kit=str(tiny_kit), num_clients=3, left_out="client-1")
+def test_a_held_out_client_only_tests(home: Path, tiny_kit: Path, method: str) -> None:
+    config = quick(method=method, kit=str(tiny_kit), num_clients=3, held_out="client-1")
     grid = start(config)
     assert asked(grid, "evaluate") == {1}
     trains = {0, 2} if method in ("prompts-domain", "fedavg") else set()
     assert asked(grid, "train") == trains
-    found = metrics(home)
-    (accuracy,) = found["accuracy"].values()
+    result = metrics(home)
+    (accuracy,) = result["accuracy"].values()
     assert accuracy.keys() == {"client-1", "average"}
-    assert found["not_tested"] == []
+    assert result["not_tested"] == []
     folder = home / "runs" / "job"
     if method == "prompts-domain":
         assert sorted(file.stem for file in folder.glob("payloads/*.pb")) == [
@@ -42,30 +41,31 @@ def test_who_is_left_out_tests_and_does_nothing_else(
         rows = (folder / "manifest.jsonl").read_text().splitlines()
         assert {json.loads(row)["client"] for row in rows} == {"client-0", "client-2"}
     if method == "ceiling":
-        about = json.loads((folder / "models" / "real.json").read_text())
-        assert about["images"] == 60  # thirty a client here, of which two train
+        description = json.loads((folder / "models" / "real.json").read_text())
+        assert description["images"] == 60  # thirty a client here, of which two train
     estimated = estimate_run(parse_run_config(config))
     assert set(estimated.uploads) == {"client-0", "client-2"}
-    assert estimated.images == found["server"]["synthetic_images"]
+    assert estimated.images == result["server"]["synthetic_images"]
 
 
 @pytest.mark.slow
-def test_a_spare_stays_one(home: Path, tiny_kit: Path) -> None:
-    """Four nodes for two that train and one that tests: nobody more is asked."""
-    config = quick(method="prompts-domain", kit=str(tiny_kit), num_clients=3, left_out="client-1")
+def test_a_standby_client_stays_on_standby(home: Path, tiny_kit: Path) -> None:
+    """Four nodes for two that train and one that tests: no other is asked."""
+    config = quick(method="prompts-domain", kit=str(tiny_kit), num_clients=3, held_out="client-1")
     grid = start(config, count=4)
     assert asked(grid, "train") == {0, 2}
     assert asked(grid, "evaluate") == {1}
 
 
-def test_who_is_left_out_takes_nobodys_place(home: Path, tiny_kit: Path) -> None:
+@pytest.mark.slow
+def test_a_held_out_client_takes_no_place(home: Path, tiny_kit: Path) -> None:
     """Client 1's payload is refused, and no other client is there but the one that tests."""
     config = quick(
         method="prompts-domain",
         kit=str(tiny_kit),
         num_clients=3,
         min_clients=1,
-        left_out="client-2",
+        held_out="client-2",
     )
     grid = start(config, tamper=swap_payload(lambda blob: blob[:-1]))
     assert asked(grid, "train") == {0, 1}
@@ -83,14 +83,14 @@ def test_a_tester_that_does_not_test_is_named(home: Path, tiny_kit: Path) -> Non
         return reply
 
     config = quick(
-        method="prompts-only", kit=str(tiny_kit), num_clients=3, left_out="client-0,client-1"
+        method="prompts-only", kit=str(tiny_kit), num_clients=3, held_out="client-0,client-1"
     )
     start(config, tamper=tamper)
     assert metrics(home)["not_tested"] == ["client-1"]
 
 
-def test_who_is_to_test_must_be_there(home: Path, tiny_kit: Path) -> None:
-    config = quick(method="local", kit=str(tiny_kit), num_clients=2, left_out="clinic")
+def test_a_held_out_client_must_join(home: Path, tiny_kit: Path) -> None:
+    config = quick(method="local", kit=str(tiny_kit), num_clients=2, held_out="clinic")
     with pytest.raises(RoundError, match=r"'clinic' has not joined.* client-0, client-1"):
         start(config)
 
@@ -98,12 +98,12 @@ def test_who_is_to_test_must_be_there(home: Path, tiny_kit: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"left_out": "client-0,client-0"}, "must be different clients"),
-        ({"left_out": "client-0,client-1"}, "fewer than num-clients = 2"),
-        ({"left_out": "client/0"}, "'client/0' is not a client's name"),
-        ({"left_out": "client-0", "min_clients": 2}, "most num-clients = 2 minus the left-out"),
+        ({"held_out": "client-0,client-0"}, "must be different clients"),
+        ({"held_out": "client-0,client-1"}, "fewer than num-clients = 2"),
+        ({"held_out": "client/0"}, "'client/0' is not a client's name"),
+        ({"held_out": "client-0", "min_clients": 2}, "most num-clients = 2 minus the held-out"),
     ],
 )
-def test_what_cannot_be_left_out_is_refused(settings: dict, says: str) -> None:
+def test_an_impossible_hold_out_is_refused(settings: dict, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         parse_run_config(quick(num_clients=2, **settings))

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.helpers.system_tools import BIN, mount_disk
+from tests.helpers.system_tools import BIN, ONE_AT_A_TIME, mount_disk
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 CHEAPEST = ("method=fedcgs", "num-clients=2", "job-id=job")
@@ -32,9 +32,9 @@ def scratch() -> Iterator[Path]:
 def begin(work: Path, scratch: Path, **streams: Any) -> subprocess.Popen:
     """Start the cheapest run, with a temporary folder of its own."""
     environment = {**os.environ, "TMPDIR": str(scratch), "OMP_NUM_THREADS": "1", "TERM": "xterm"}
-    given = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, **streams}
-    command = [str(BIN / "osfl"), "run", *CHEAPEST]
-    return subprocess.Popen(command, cwd=work, env=environment, text=True, **given)
+    options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, **streams}
+    command = [str(BIN / "osfl"), "run", *ONE_AT_A_TIME, *CHEAPEST]
+    return subprocess.Popen(command, cwd=work, env=environment, text=True, **options)
 
 
 def phase(work: Path) -> str:
@@ -54,12 +54,12 @@ def wait_for_phase(process: subprocess.Popen, work: Path, name: str) -> None:
 
 def processes_of(scratch: Path) -> list[str]:
     """Processes that were started with this temporary folder, or one within it."""
-    found = []
+    commands = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             if process.environ().get("TMPDIR", "").startswith(str(scratch)):
-                found.append(" ".join(process.cmdline()))
-    return found
+                commands.append(" ".join(process.cmdline()))
+    return commands
 
 
 def check_nothing_stays(scratch: Path) -> None:
@@ -74,18 +74,18 @@ def test_a_reader_that_goes_away_stops_the_run(tmp_path: Path, scratch: Path) ->
     assert process.stdout.readline() == "checking settings, data and models\n"
     process.stdout.close()
     assert process.stderr is not None
-    said = process.stderr.read().splitlines()
+    messages = process.stderr.read().splitlines()
     assert process.wait(60) == 1
-    assert said == [GOES_ON, "error cannot write to standard output: Broken pipe"]
+    assert messages == [GOES_ON, "error cannot write to standard output: Broken pipe"]
     check_nothing_stays(scratch)
 
 
 def test_output_on_a_full_disk_stops_the_run(tmp_path: Path, scratch: Path) -> None:
     with open("/dev/full", "w") as full:
         process = begin(tmp_path, scratch, stdout=full)
-    _, said = process.communicate(timeout=300)
+    _, messages = process.communicate(timeout=300)
     assert process.returncode == 1
-    assert said.splitlines() == [
+    assert messages.splitlines() == [
         GOES_ON,
         "error cannot write to standard output: No space left on device",
     ]
@@ -93,7 +93,7 @@ def test_output_on_a_full_disk_stops_the_run(tmp_path: Path, scratch: Path) -> N
 
 
 def test_a_closed_terminal_stops_the_run(tmp_path: Path, scratch: Path) -> None:
-    """Its process group gets SIGHUP, and nothing can be written any more."""
+    """The process group gets SIGHUP, and nothing can be written any more."""
     ours, theirs = pty.openpty()
     process = begin(tmp_path, scratch, stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
@@ -122,9 +122,9 @@ def test_a_signal_stops_the_run_at_any_phase(
             time.sleep(0.02)
     process.send_signal(number)
     process.send_signal(signal.SIGTERM)
-    said, errors = process.communicate(timeout=120)
+    output, errors = process.communicate(timeout=120)
     assert process.returncode == 130
-    assert said.splitlines()[-1] == GOES_ON
+    assert output.splitlines()[-1] == GOES_ON
     assert errors == ""
     check_nothing_stays(scratch)
 
@@ -150,10 +150,10 @@ def test_a_temporary_folder_without_room_is_named_first(tmp_path: Path, scratch:
         pytest.skip("only root may mount a small disk")
     try:
         process = begin(tmp_path, scratch, stdout=subprocess.PIPE)
-        said, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=60)
         assert process.returncode == 1
-        assert f"error the temporary folder {scratch} has" in said
-        assert "set TMPDIR" in said
+        assert f"error the temporary folder {scratch} has" in output
+        assert "set TMPDIR" in output
         check_nothing_stays(scratch)
     finally:
         subprocess.run(["umount", "--lazy", str(scratch)], check=True)
@@ -161,10 +161,10 @@ def test_a_temporary_folder_without_room_is_named_first(tmp_path: Path, scratch:
 
 def test_runs_that_are_a_link_to_itself_are_refused(osfl: Any, tmp_path: Path) -> None:
     (tmp_path / "runs").symlink_to("runs")
-    done = osfl("run", *CHEAPEST)
-    assert done.returncode == 1
-    assert f"error {tmp_path / 'runs'} must be a folder" in done.stdout
-    assert done.stderr == ""
+    result = osfl("run", *CHEAPEST)
+    assert result.returncode == 1
+    assert f"error {tmp_path / 'runs'} must be a folder" in result.stdout
+    assert result.stderr == ""
 
 
 def test_a_table_names_why_ray_did_not_start_after_a_second_try(osfl: Any, tmp_path: Path) -> None:
@@ -173,11 +173,11 @@ def test_a_table_names_why_ray_did_not_start_after_a_second_try(osfl: Any, tmp_p
     table.write_text('[common]\nnum-clients = 2\n[rows."FedCGS"]\nmethod = "fedcgs"\n')
     os.environ["RAY_TMPDIR"] = "/proc/none"
     try:
-        done = osfl("compare", str(table), "--seeds", "0", "--out", "out", timeout=500)
+        result = osfl("compare", str(table), "--seeds", "0", "--out", "out", timeout=500)
     finally:
         del os.environ["RAY_TMPDIR"]
-    assert done.returncode == 1
-    assert done.stdout.count("tried again") == 1
+    assert result.returncode == 1
+    assert result.stdout.count("tried again") == 1
     page = (tmp_path / "out" / "table.md").read_text()
     assert "Ray, which runs the clients, did not start: FileNotFoundError" in page
     assert "/proc/none" in page

@@ -64,7 +64,7 @@ class Containers:
         """The output of a compose command."""
         files = [word for file in self.files for word in ("-f", str(file))]
         command = [*compose_command(), "-p", self.project, *files, *arguments]
-        done = subprocess.run(
+        result = subprocess.run(
             command,
             cwd=ROOT,
             env={**os.environ, **self.settings},
@@ -72,19 +72,19 @@ class Containers:
             text=True,
             timeout=timeout,
         )
-        assert done.returncode == 0 or not check, done.stdout[-3000:] + done.stderr[-3000:]
-        return done.stdout + done.stderr
+        assert result.returncode == 0 or not check, result.stdout[-3000:] + result.stderr[-3000:]
+        return result.stdout + result.stderr
 
     def containers(self, *labels: str) -> list[Container]:
         """List the services' containers, running or not, without those of `compose run`."""
         labels_of_project = [f"project={self.project}", "oneoff=False", *labels]
-        wanted = [f"com.docker.compose.{label}" for label in labels_of_project]
-        return engine().containers.list(all=True, filters={"label": wanted})
+        label_filters = [f"com.docker.compose.{label}" for label in labels_of_project]
+        return engine().containers.list(all=True, filters={"label": label_filters})
 
     def container(self, service: str) -> Container:
         """The one container of a service."""
-        (found,) = self.containers(f"service={service}")
-        return found
+        (service_container,) = self.containers(f"service={service}")
+        return service_container
 
     def inside(self, service: str, *command: str, check: bool = True) -> str:
         """The output of a command in a service's container."""
@@ -95,8 +95,10 @@ class Containers:
 
     def logs(self, *services: str) -> str:
         """The last 60 lines of each of these services, or of all."""
-        found = [self.container(name) for name in services] or self.containers()
-        return "\n".join(f"{one.name}:\n{one.logs(tail=60).decode()}" for one in found)
+        containers = [self.container(name) for name in services] or self.containers()
+        return "\n".join(
+            f"{container.name}:\n{container.logs(tail=60).decode()}" for container in containers
+        )
 
 
 @pytest.fixture(scope="module")
@@ -290,7 +292,7 @@ def test_a_federation_of_machines_with_containers(images: None, tmp_path: Path) 
         "OSFL_SEALING": str(keys_to_open),
     }
     server = Containers(f"osfl-server-{os.getpid()}", (deploy / "server.yml",), settings)
-    made = [server]
+    projects = [server]
     try:
         server.compose("up", "-d", "--no-build")
         assert server.compose("run", "--rm", "register").count('"node-id"') == 2
@@ -306,10 +308,10 @@ def test_a_federation_of_machines_with_containers(images: None, tmp_path: Path) 
                 "OSFL_NODE_CONFIG": f"partition-id={number} num-partitions=2{pins[name]}",
                 "OSFL_TARGET": "client",
             }
-            made.append(
+            projects.append(
                 Containers(f"osfl-{name}-{os.getpid()}", (deploy / "client.yml",), settings)
             )
-            made[-1].compose("up", "-d", "--no-build")
+            projects[-1].compose("up", "-d", "--no-build")
         arguments = quick_arguments(
             "digits",
             method="fedlmg",
@@ -319,7 +321,7 @@ def test_a_federation_of_machines_with_containers(images: None, tmp_path: Path) 
             sealing_key="/sealing/sealing.key",
         )
         output = server.compose("run", "--rm", "run", *arguments, check=False)
-        assert "accuracy (%) of FT: site-a " in output, output[-3000:] + made[1].logs()
+        assert "accuracy (%) of FT: site-a " in output, output[-3000:] + projects[1].logs()
         assert f"payloads are sealed to {fingerprint}" in output
         keys = ["find", "/data", "/keys", "-name", "sealing.key"]
         assert "sealing.key" not in server.inside("superlink", *keys, check=False)
@@ -333,7 +335,7 @@ def test_a_federation_of_machines_with_containers(images: None, tmp_path: Path) 
         with tarfile.open(fileobj=io.BytesIO(b"".join(copied))) as archive:
             assert archive.getmember("apart/report.html").isfile()
     finally:
-        for containers in reversed(made):
+        for containers in reversed(projects):
             containers.compose("down", "--volumes", check=False)
 
 

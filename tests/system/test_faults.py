@@ -68,13 +68,13 @@ def test_everything_dies_once_while_payloads_cross_the_network(
     # The app of who trains first, then the other client, and the SuperLink
     wait_for(lambda: bool(training()), 300, log, every=0.1)
     first = training()[0]
-    other = 1 - first
+    peer = 1 - first
     site = federation.processes[f"site-{first}"]
     # That in which it joined may be ending yet
     wait_for(lambda: len(apps_of(site)) == 1, 20, log, every=0.1)
     apps_of(site)[0].kill()
-    wait_for(lambda: other in training(), 300, log, every=0.1)
-    kill(psutil.Process(federation.processes[f"site-{other}"].pid))
+    wait_for(lambda: peer in training(), 300, log, every=0.1)
+    kill(psutil.Process(federation.processes[f"site-{peer}"].pid))
     kill(psutil.Process(federation.processes["superlink"].pid))
     assert not any(list(cache.rglob("payload.pb")) for cache in caches)
     federation.begin_superlink("process")
@@ -82,32 +82,34 @@ def test_everything_dies_once_while_payloads_cross_the_network(
     def delivered() -> int:
         # It is refused while the SuperLink takes it for online. On a busy machine one that was
         # refused may go on: it says why, and waits for the SuperExec that it began beside
-        site = f"site-{other}"
+        site = f"site-{peer}"
         refused = "Exit Code: 305" in federation.log(site)
         if refused or federation.processes[site].poll() is not None:
             federation.end(site)
             time.sleep(15)  # every start costs seconds of both cores
-            begin_site(other)
+            begin_site(peer)
         return len(list((folder / "payloads").glob("*.pb")))
 
     wait_for(lambda: delivered() == 2, 300, log)
     # Its SuperNode went on; it says so, unless the SuperLink took it for away meanwhile
     again = rf"node {nodes[first]} (failed \(code 8\)|reconnected); the request will be sent again"
-    assert re.search(again, federation.log("run")), log()
+    # The command's stream may have ended with the SuperLink, which keeps the run's log
+    run_id = re.findall(r"Flower run (\d+)", federation.log("run"))[0]
+    assert re.search(again, federation.flwr("log", run_id, "test", "--show")), log()
 
     # The server, while it draws. The same command goes on at once: nobody is asked again, no unit
     # is drawn again
     wait_for(lambda: len(list((folder / "units").glob("*.jsonl"))) >= 2, 120, log)
     (server,) = apps_of(federation.processes["server"])
     kill(server)
-    kept = {
+    mtimes = {
         f: f.stat().st_mtime_ns
         for f in [*folder.glob("units/*.jsonl"), *folder.glob("payloads/*.pb")]
     }
     assert not (folder / "report.html").exists()
     assert federation.begin_run(*arguments).wait(timeout=300) == 0, log()
     assert run.wait(timeout=180) == 1
-    assert all(f.stat().st_mtime_ns == at for f, at in kept.items())
+    assert all(f.stat().st_mtime_ns == at for f, at in mtimes.items())
 
     metrics = json.loads((folder / "metrics.json").read_text())
     assert set(metrics["accuracy"]["FT"]) == {"site-0", "site-1", "average"}

@@ -10,7 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from typer.testing import CliRunner
 
+from osfl.cli.main import app
+from osfl.cli.preflight import check_simulation
+from osfl.config import ConfigError
+from osfl.data.partition import DataError
+from osfl.kit.folder import KitError
+from osfl.models.classifiers import ClassifierError
 from osfl.settings import resolve_config
 from tests.helpers.settings import ROOT
 
@@ -77,62 +84,81 @@ def test_the_first_run_of_the_page_works(tmp_path: Path, osfl: Callable) -> None
         ["osfl", "run"],
         ["osfl", "run"],
     ]
-    said = []
+    outputs = []
     for line in lines:
-        done = osfl(*line.split()[1:])
-        assert done.returncode == 0, (line, done.stdout[-2000:], done.stderr[-2000:])
-        said.append(done.stdout)
-    assert "data.image-size = 224 (default)" in said[1]
-    assert "classifier.small-stem = false (default)" in said[1]
+        result = osfl(*line.split()[1:])
+        assert result.returncode == 0, (line, result.stdout[-2000:], result.stderr[-2000:])
+        outputs.append(result.stdout)
+    assert "data.image-size = 224 (default)" in outputs[1]
+    assert "classifier.small-stem = false (default)" in outputs[1]
     [recorded] = tmp_path.glob("runs/*/config.json")
     config = json.loads(recorded.read_text())
     assert (config["data.image-size"], config["classifier.small-stem"]) == (224, False)
 
 
 def test_without_a_kit_the_next_step_is_named(study: list[str], osfl: Callable) -> None:
-    done = osfl("run", *study)
-    assert done.returncode == 1
-    assert "method domain-vector (default" in done.stdout
-    assert "method=fedcgs classifier.init=imagenet" in done.stdout
-    assert "classifier.init=none without a network" in done.stdout
+    result = osfl("run", *study)
+    assert result.returncode == 1
+    assert "method domain-vector (default" in result.stdout
+    assert "method=fedcgs classifier.init=imagenet" in result.stdout
+    assert "classifier.init=none without a network" in result.stdout
 
 
-@pytest.mark.parametrize("copied", [False, True])
 def test_the_digits_kit_is_refused_by_its_path_too(
-    study: list[str], osfl: Callable, tmp_path: Path, shipped_kit: Path, copied: bool
+    study: list[str], osfl: Callable, tmp_path: Path, shipped_kit: Path
 ) -> None:
-    kit = tmp_path / "mine" if copied else shipped_kit
-    if copied:
-        shutil.copytree(shipped_kit, kit)
-    for command in (["run"], ["run", "--dry-run"], ["doctor"]):
-        done = osfl(*command, *study, f"kit={kit}")
-        assert done.returncode == 1
-        assert f"kit = '{kit}': it draws digits, but data.name = 'folder'" in done.stdout, command
+    """And a copy of it. One command is a process, as a user starts it."""
+    copy = tmp_path / "mine"
+    shutil.copytree(shipped_kit, copy)
+    refused = "kit = '{}': it draws digits, but data.name = 'folder'"
+    process = osfl("run", *study, f"kit={shipped_kit}")
+    assert process.returncode == 1
+    assert refused.format(shipped_kit) in process.stdout
+    with pytest.raises(KitError, match=re.escape(refused.format(copy))):
+        check_simulation(resolve_config([*study, f"kit={copy}"])[0], tmp_path / "runs")
+    for kit in (shipped_kit, copy):
+        for command in (["run", "--dry-run"], ["doctor"]):
+            result = CliRunner().invoke(
+                app, [*command, *study, f"kit={kit}"], env={"COLUMNS": "400", "TERM": "dumb"}
+            )
+            assert result.exit_code == 1
+            assert refused.format(kit) in result.output, command
 
 
 def leaves_nothing(folder: Path) -> bool:
     return not list(folder.glob("runs/*")) and not list(folder.glob("runs/.*"))
 
 
+def test_a_run_that_cannot_work_starts_nothing(
+    study: list[str], osfl: Callable, tmp_path: Path
+) -> None:
+    result = osfl("run", *study, "method=fedcgs", "classifier.init=/nowhere.pth")
+    assert result.returncode == 1
+    assert "classifier.init = '/nowhere.pth': no such file" in result.stdout
+    assert "Traceback" not in result.stdout + result.stderr
+    # A run's folder, its log and the clients' cache are made before the SuperLink starts
+    assert leaves_nothing(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["classifier.init=/nowhere.pth"], "classifier.init = '/nowhere.pth': no such file"),
         (["classifier.architecture=resnet17"], "resnet17"),
         (["method=feddeo", "kit=/nowhere"], "kit = '/nowhere': no such folder"),
         (["data.classes=dog,cat"], "is not one of data.classes"),
         (["method=local", "max-payload-mb=0.1"], "max-payload-mb = 0.1: a would send"),
     ],
-    ids=["weights", "architecture", "kit", "classes", "size"],
+    ids=["architecture", "kit", "classes", "size"],
 )
-def test_a_run_that_cannot_work_starts_nothing(
-    study: list[str], osfl: Callable, tmp_path: Path, settings: list[str], message: str
+def test_a_check_before_the_start_sees_what_cannot_work(
+    study: list[str], tmp_path: Path, settings: list[str], message: str
 ) -> None:
-    done = osfl("run", *study, "method=fedcgs", "classifier.init=none", *settings)
-    assert done.returncode == 1
-    assert message in done.stdout
-    assert "Traceback" not in done.stdout + done.stderr
-    # A run's folder, its log and the clients' cache are made before the SuperLink starts
+    """Call the function that the check's process calls."""
+    every = [*study, "method=fedcgs", "classifier.init=none", *settings]
+    config, _ = resolve_config(every)
+    with pytest.raises((ClassifierError, ConfigError, DataError, KitError)) as refused:
+        check_simulation(config, tmp_path / "runs")
+    assert message in str(refused.value)
     assert leaves_nothing(tmp_path)
 
 
@@ -146,23 +172,23 @@ def test_a_job_id_with_other_settings_is_refused_at_once(
     (tmp_path / "runs" / "mine").mkdir(parents=True)
     (tmp_path / "runs" / "mine" / "config.json").write_text(json.dumps(flatten(config)))
     began = time.monotonic()
-    done = osfl("run", *settings)
-    assert done.returncode == 1
-    assert "job-id = 'mine' was started with seed = 4; this run has 0" in done.stdout
+    result = osfl("run", *settings)
+    assert result.returncode == 1
+    assert "job-id = 'mine' was started with seed = 4; this run has 0" in result.stdout
     assert not (tmp_path / "runs" / ".client-cache").exists()
     assert not (tmp_path / "runs" / "mine.log").exists()
     assert time.monotonic() - began < 60
 
 
 def test_a_connection_is_not_asked_for_what_cannot_be_built(osfl: Callable) -> None:
-    done = osfl("run", "method=local", "classifier.architecture=resnet17", "--connection", "none")
-    assert done.returncode == 1
-    assert "resnet17" in done.stdout
+    result = osfl("run", "method=local", "classifier.architecture=resnet17", "--connection", "none")
+    assert result.returncode == 1
+    assert "resnet17" in result.stdout
 
 
 def test_a_run_that_is_not_there_names_those_that_are(osfl: Callable, tmp_path: Path) -> None:
     (tmp_path / "runs" / "study").mkdir(parents=True)
     (tmp_path / "runs" / "study" / "config.json").write_text("{}")
-    done = osfl("show", "runs/nothing")
-    assert done.returncode == 1
-    assert "runs/nothing: no such folder; runs in runs: study" in done.stdout
+    result = osfl("show", "runs/nothing")
+    assert result.returncode == 1
+    assert "runs/nothing: no such folder; runs in runs: study" in result.stdout

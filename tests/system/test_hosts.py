@@ -17,7 +17,7 @@ from string import Template
 
 import pytest
 
-from osfl.cli.guard import end_process_tree
+from osfl.launch.guard import end_process_tree
 from tests.helpers.settings import ROOT
 from tests.helpers.system_tools import BIN, TWO_CLASSES, make_images, quick_arguments, wait_for
 
@@ -130,17 +130,17 @@ class Host:
     def call(self, *command: str) -> str:
         """The output of a command that a user types here."""
         inside = ["ip", "netns", "exec", self.namespace, *command]
-        done = subprocess.run(
+        result = subprocess.run(
             inside, env=self.settings, capture_output=True, text=True, timeout=120
         )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        assert result.returncode == 0, result.stdout + result.stderr
+        return result.stdout
 
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text()[-3000:]
 
     def sent_bytes(self) -> int:
-        """Of its link, since it is there."""
+        """Return the bytes of the link since it exists."""
         (link,) = json.loads(self.call("ip", "-s", "-j", "link", "show", "eth0"))
         return link["stats64"]["tx"]["bytes"]
 
@@ -151,10 +151,10 @@ def hosts(tmp_path: Path) -> Iterator[dict[str, Host]]:
 
     The end of a host's cable is called like the host, and is pulled there.
     """
-    made = {name: Host(name, tmp_path / name) for name in ADDRESSES}
-    server = made["server"]
+    machines = {name: Host(name, tmp_path / name) for name in ADDRESSES}
+    server = machines["server"]
     try:
-        for name, host in made.items():
+        for name, host in machines.items():
             for folder in ("home", "etc", "lib", "srv"):
                 (host.folder / folder).mkdir(parents=True)
             ip("netns", "add", host.namespace)
@@ -184,12 +184,12 @@ def hosts(tmp_path: Path) -> Iterator[dict[str, Host]]:
                 ip("-n", server.namespace, "link", "set", name, "master", "eth0", "up")
             ip("-n", host.namespace, "address", "add", f"{ADDRESSES[name]}/24", "dev", "eth0")
             ip("-n", host.namespace, "link", "set", "eth0", "up")
-        yield made
+        yield machines
     finally:
-        for host in reversed(made.values()):
+        for host in reversed(machines.values()):
             for process in reversed(host.processes.values()):
                 end_process_tree(process.pid)
-        for host in made.values():
+        for host in machines.values():
             subprocess.run(["ip", "netns", "del", host.namespace])
             shutil.rmtree(Path("/etc/netns") / host.namespace, ignore_errors=True)
         with suppress(OSError):
@@ -197,7 +197,7 @@ def hosts(tmp_path: Path) -> Iterator[dict[str, Host]]:
 
 
 def make_keys(server: Host, site: Host, folder: Path) -> None:
-    """As the guide's "Keys"."""
+    """Make keys like the guide's "Keys"."""
     for command in (
         "ca keys",
         "server keys --host server.example --host control",
@@ -257,7 +257,7 @@ def test_a_run_between_hosts_whose_link_is_slow_and_cut(
 
     def statuses() -> list[str]:
         listed = server.call("flwr", "supernode", "list", "hospitals", "--format", "json")
-        return [about["status"] for about in json.loads(listed)["nodes"]]
+        return [node["status"] for node in json.loads(listed)["nodes"]]
 
     def log() -> str:
         return server.log("run") + site.log("osfl-client")
@@ -290,8 +290,8 @@ def test_a_run_between_hosts_whose_link_is_slow_and_cut(
     wait_for(lambda: bool(list(cache.rglob("payload.pb"))), 300, log)
     before = site.sent_bytes()
     wait_for(lambda: site.sent_bytes() > before + PAYLOAD / 4, 60, log)
-    (made,) = cache.rglob("payload.pb")
-    costs = json.loads((made.parent / "payload.json").read_text())["content"]["costs"]
+    (payload_file,) = cache.rglob("payload.pb")
+    costs = json.loads((payload_file.parent / "payload.json").read_text())["content"]["costs"]
 
     ip("-n", server.namespace, "link", "set", site.name, "down")
     cut_at = site.sent_bytes()

@@ -27,19 +27,19 @@ pytestmark = pytest.mark.system
 
 def leftovers(tmp_path: Path) -> list[str]:
     """Processes that still belong to a run of this test."""
-    found = []
+    commands = []
     for process in psutil.process_iter(["cmdline", "environ"]):
         if str(tmp_path) in str((process.info["environ"] or {}).get("OSFL_RUNS", "")):
-            found.append(" ".join(process.info["cmdline"] or []))
-    return found
+            commands.append(" ".join(process.info["cmdline"] or []))
+    return commands
 
 
 def what_stays(tmp_path: Path, seconds: float = 30) -> list[str]:
-    """What is left when Ray's actors had time to notice that their node is gone."""
+    """Return what is left when Ray's actors had time to notice that their node is gone."""
     end = time.monotonic() + seconds
-    while (found := leftovers(tmp_path)) and time.monotonic() < end:
+    while (commands := leftovers(tmp_path)) and time.monotonic() < end:
         time.sleep(0.5)
-    return found
+    return commands
 
 
 def begin(folder: Path, *arguments: str) -> psutil.Popen:
@@ -81,16 +81,16 @@ def test_a_killed_run_resumes_from_the_store_and_reports(
         time.sleep(0.1)
     kill(process)
     assert not (folder / "report.html").exists()
-    assert folder.joinpath("status.json").read_text().count("delivered") == 3
-    kept = {
+    assert folder.joinpath("status.json").read_text().count('"delivered ') == 3
+    mtimes = {
         f: f.stat().st_mtime_ns
         for f in [*folder.glob("units/*.jsonl"), *folder.glob("payloads/*.pb")]
     }
 
-    done = osfl("run", *ONE_AT_A_TIME, *slow)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = osfl("run", *ONE_AT_A_TIME, *slow)
+    assert result.returncode == 0, result.stdout + result.stderr
     # Neither asked for nor made again
-    assert all(f.stat().st_mtime_ns == at for f, at in kept.items())
+    assert all(f.stat().st_mtime_ns == at for f, at in mtimes.items())
     assert len((folder / "manifest.jsonl").read_text().splitlines()) == 3 * 10
     log = (folder / "server.log").read_text()
     assert "a: delivered" in log
@@ -99,8 +99,8 @@ def test_a_killed_run_resumes_from_the_store_and_reports(
     assert set(metrics["accuracy"]["FT"]) == {"a", "b", "c", "average"}
     assert metrics["clients"]["a"]["upload_bytes"] == (folder / "payloads" / "a.pb").stat().st_size
     assert (folder / "report.html").stat().st_size > 10_000
-    assert "accuracy on each client's own test images" in done.stdout
-    assert str(folder / "report.html") in done.stdout.replace("\n", "")
+    assert "accuracy on each client's own test images" in result.stdout
+    assert str(folder / "report.html") in result.stdout.replace("\n", "")
     assert what_stays(tmp_path) == []
 
 
@@ -125,7 +125,7 @@ def test_a_run_that_is_killed_alone_leaves_nothing_running(tmp_path: Path, tiny_
         assert process.poll() is None, "the run ended too early"
         time.sleep(0.1)
     # Of this run alone: its guard has its folder in its command
-    (guard,) = [one for one in process.children() if "guard.py" in " ".join(one.cmdline())]
+    (guard,) = [child for child in process.children() if "guard.py" in " ".join(child.cmdline())]
     scratch = Path(guard.cmdline()[-1])
     assert scratch.is_dir()
     assert len(leftovers(tmp_path)) > 2
@@ -151,9 +151,9 @@ def test_a_failed_run_exits_with_one_and_its_reason(osfl, tmp_path: Path, tiny_k
     arguments = quick_arguments(
         tiny_kit, method="feddeo", job_id="bad", data__root=root, **TWO_CLASSES
     )
-    done = osfl("run", *ONE_AT_A_TIME, *arguments)
-    assert done.returncode == 1
-    assert "three/0.png: not a readable image" in done.stdout
+    result = osfl("run", *ONE_AT_A_TIME, *arguments)
+    assert result.returncode == 1
+    assert "three/0.png: not a readable image" in result.stdout
     folder = tmp_path / "runs" / "bad"
     assert not (folder / "report.html").exists()
     assert not (folder / "metrics.json").exists()
@@ -162,8 +162,8 @@ def test_a_failed_run_exits_with_one_and_its_reason(osfl, tmp_path: Path, tiny_k
 
 
 def test_bad_settings_are_refused_before_anything_starts(osfl, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    done = osfl("run", "method=magic", "seeed=1", "num-clients=0")
-    assert done.returncode == 1
-    assert "seeed: unknown key (did you mean seed?)" in done.stdout
-    assert "num-clients = 0: must be between 1" in done.stdout
+    result = osfl("run", "method=magic", "seeed=1", "num-clients=0")
+    assert result.returncode == 1
+    assert "seeed: unknown key (did you mean seed?)" in result.stdout
+    assert "num-clients = 0: must be between 1" in result.stdout
     assert not (tmp_path / "runs").exists()

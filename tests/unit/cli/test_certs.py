@@ -7,17 +7,16 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 from typer.testing import CliRunner
 
-from osfl.cli import certs
+from osfl.cli import certs, node_keys
 from osfl.cli.main import app
 from osfl.config import ConfigError
 
 
 def handshake(server: Path, trusted: Path, dialled: str) -> str:
-    """What a client that trusts `trusted` and dials `dialled` says of a server with the certificate
-    in `server`: "" if all is well.
+    """Return the error of a client that trusts `trusted` and dials `dialled`, for a server with the
+    certificate in `server`: "" if all is well.
     """
     ours = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     ours.load_cert_chain(server / "server.pem", server / "server.key")
@@ -65,13 +64,13 @@ def test_rotation_never_leaves_a_node_out(tmp_path: Path) -> None:
     old.mkdir()
     (old / "ca.crt").write_bytes((tmp_path / "ca.crt").read_bytes())
     for missing in ("ca.key", "ca.crt"):  # it may be kept elsewhere: the other is not replaced
-        kept = (tmp_path / missing).rename(tmp_path / "kept")
+        backup = (tmp_path / missing).rename(tmp_path / "kept")
         with pytest.raises(
             ConfigError,
             match=r"exists. Use this authority, or add a new one with --rotate",
         ):
             certs.make_ca(tmp_path)
-        kept.rename(tmp_path / missing)
+        backup.rename(tmp_path / missing)
     certs.make_ca(tmp_path, rotate=True)
     with pytest.raises(ConfigError, match="was issued by the old CA"):
         certs.drop_old_ca(tmp_path)
@@ -94,22 +93,10 @@ def test_a_server_certificate_does_not_outlive_its_ca(tmp_path: Path) -> None:
         certs.make_server(tmp_path / "short", [])
 
 
-def test_node_keys_are_what_flower_reads(tmp_path: Path) -> None:
-    file = certs.make_node(tmp_path, "site-a")
-    private = load_ssh_private_key(file.read_bytes(), None)
-    public = load_ssh_public_key((tmp_path / "nodes" / "site-a.pub").read_bytes())
-    assert private.public_key() == public
-    assert private.curve.name == "secp384r1"  # type: ignore[union-attr]
-    with pytest.raises(ConfigError, match="unregister the node"):
-        certs.make_node(tmp_path, "site-a")
-    with pytest.raises(ConfigError, match="must be 1 to 64 letters"):
-        certs.make_node(tmp_path, "../site-a")
-
-
 def test_private_keys_are_their_owners_alone(tmp_path: Path) -> None:
     certs.make_ca(tmp_path)
     certs.make_server(tmp_path, [])
-    certs.make_node(tmp_path, "a")
+    node_keys.make_node(tmp_path, "a")
     modes = {
         str(f.relative_to(tmp_path)): f.stat().st_mode & 0o777
         for f in tmp_path.rglob("*")

@@ -1,6 +1,7 @@
-"""What the `osfl` command says of itself, of its methods and of the machine."""
+"""The `osfl` command's output about itself, its methods and the machine."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -25,24 +26,26 @@ HEAVY = {"torch", "flwr", "rich", "numpy", "psutil"}
 
 
 def test_help_imports_nothing_heavy() -> None:
-    """It then takes a tenth of a second; rich alone would take three."""
+    """Help then takes a tenth of a second; rich alone would take three."""
     code = (
         "import sys; from osfl.cli.main import app\ntry: app(['--help'])\nexcept SystemExit: pass"
     )
     code += f"\nprint('loaded:', sorted({HEAVY} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "doctor" in done.stdout
-    assert done.stdout.splitlines()[-1] == "loaded: []"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert "doctor" in result.stdout
+    assert result.stdout.splitlines()[-1] == "loaded: []"
 
 
 def _commands(command: click.Command, *path: str) -> dict[tuple[str, ...], click.Command]:
     """All commands, by what is typed to call them."""
-    found = {path: command}
+    commands = {path: command}
     if not isinstance(command, click.Group):
-        return found
+        return commands
     for name, inner in command.commands.items():
-        found.update(_commands(inner, *path, name))
-    return found
+        commands.update(_commands(inner, *path, name))
+    return commands
 
 
 COMMANDS = _commands(get_command(cli))
@@ -57,10 +60,11 @@ def test_help_describes_every_argument_and_option(path: tuple[str, ...]) -> None
     for parameter in COMMANDS[path].params:
         # With click 8.5 an argument loses its help
         assert parameter.help, parameter.name
-        assert " ".join(parameter.help.split()) in words
+        is_hidden = getattr(parameter, "hidden", False)
+        assert (" ".join(parameter.help.split()) in words) != is_hidden
 
 
-def test_the_version_is_told() -> None:
+def test_the_version_is_printed() -> None:
     result = CliRunner().invoke(cli, ["--version"])
     assert result.exit_code == 0
     assert result.output.strip() == package.__version__
@@ -109,6 +113,30 @@ def test_shipped_configs_are_found_from_anywhere(
     assert resolve_config(["configs/demo.toml"])[0].seed == 3
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("demo.tom", "did you mean configs/demo.toml?"),
+        ("configs/method/oscar.toml", "did you mean configs/methods/oscar.toml?"),
+        ("configs/recomended.toml", "did you mean configs/recommended.toml?"),
+        ("study", "and more in configs/data, configs/frontier, configs/kits"),
+    ],
+)
+def test_missing_configs_are_answered_with_similar_ones(name: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(hint)):
+        find_config(name)
+
+
+def test_show_names_the_runs_in_a_folder_of_runs(tmp_path: Path) -> None:
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / "status.json").write_text('{"phase": "joining"}')
+    result = CliRunner().invoke(cli, ["show", str(tmp_path)], env={"COLUMNS": "500"})
+    assert result.exit_code == 1
+    assert f"{tmp_path} is not the folder of a run; runs in it: first" in result.output
+    unfinished = CliRunner().invoke(cli, ["show", str(tmp_path / "first")], env={"COLUMNS": "500"})
+    assert "this run has not finished" in unfinished.output
+
+
 # ---- The doctor ----
 
 
@@ -122,7 +150,7 @@ def test_shipped_configs_are_found_from_anywhere(
         (["seed=1", "configs/methods/oscar.toml"], False),
     ],
 )
-def test_who_names_no_file_and_no_method_gets_the_recommended(
+def test_a_run_without_file_and_method_is_the_recommended_one(
     given: list[str] | None, recommended: bool
 ) -> None:
     settings = with_recommended(given)
@@ -134,27 +162,27 @@ def test_who_names_no_file_and_no_method_gets_the_recommended(
 
 
 def test_the_doctor_finds_this_machine_well(osfl: Callable, tiny_kit: Path) -> None:
-    done = osfl("doctor", f"kit={tiny_kit}", "global-model.architecture=shufflenet_v2_x1_0")
-    assert done.returncode == 0, done.stdout
+    result = osfl("doctor", f"kit={tiny_kit}", "global-model.architecture=shufflenet_v2_x1_0")
+    assert result.returncode == 0, result.stdout
     looked_at = [
-        line.split()[1] for line in done.stdout.splitlines() if line[:4] in ("ok  ", "warn")
+        line.split()[1] for line in result.stdout.splitlines() if line[:4] in ("ok  ", "warn")
     ]
     expected = ["Python", "Flower", "packages", "torch", "kit", "disk", "ports", "clock", "memory"]
     assert looked_at == expected
 
 
 def test_the_doctor_says_what_is_wrong(osfl: Callable) -> None:
-    done = osfl("doctor", "kit=/nowhere")
-    assert done.returncode == 1
-    assert "fail kit      kit = '/nowhere': no such folder" in done.stdout
+    result = osfl("doctor", "kit=/nowhere")
+    assert result.returncode == 1
+    assert "fail kit      kit = '/nowhere': no such folder" in result.stdout
 
 
 def test_another_python_and_another_flower_fail() -> None:
     assert doctor.check_python("3.9.1").state == doctor.FAIL
     assert doctor.check_python("3.12.0").state == doctor.OK
-    others = [each for each in requires("osfl") or [] if not each.startswith("flwr")]
-    flower, packages = doctor.check_packages([*others, "flwr==1.2.3"])
-    assert (flower.what, flower.state) == ("Flower", doctor.FAIL)
+    requirements = [each for each in requires("osfl") or [] if not each.startswith("flwr")]
+    flower, packages = doctor.check_packages([*requirements, "flwr==1.2.3"])
+    assert (flower.subject, flower.state) == ("Flower", doctor.FAIL)
     assert "1.2.3" in flower.hint
     assert packages.state == doctor.OK
     _, packages = doctor.check_packages(["flwr", "typer>=1000"])
@@ -162,7 +190,7 @@ def test_another_python_and_another_flower_fail() -> None:
     assert "typer" in packages.text
 
 
-def test_what_a_role_lacks_is_a_warning() -> None:
+def test_a_missing_package_of_a_role_is_a_warning() -> None:
     asked = ["flwr", "no-such-package>=2; extra == 'server'", "nor-this; extra == 'dev'"]
     flower, packages = doctor.check_packages(asked)
     assert flower.state == doctor.OK
@@ -205,6 +233,12 @@ def test_epochs_that_are_set_later_end_the_steps_of_before() -> None:
     config, _ = resolve_config(["configs/recommended.toml", "global-model.epochs=3"])
     assert (config.global_model.steps, config.global_model.epochs) == (0, 3)
     assert config.domain_vector.steps == 600
-    given = ["configs/recommended.toml", "global-model.epochs=3", "global-model.steps=9"]
-    config, _ = resolve_config(given)
+    arguments = ["configs/recommended.toml", "global-model.epochs=3", "global-model.steps=9"]
+    config, _ = resolve_config(arguments)
     assert config.global_model.steps == 9
+
+
+def test_an_option_of_version_0_2_is_refused_with_its_new_name() -> None:
+    result = CliRunner().invoke(cli, ["compare", "table.toml", "--at-once", "3"])
+    assert result.exit_code == 2
+    assert "renamed to --parallel" in result.output

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,8 @@ import pytest
 from osfl.config import ConfigError
 from osfl.tables.files import write_table
 from osfl.tables.markdown import _costs
-from osfl.tables.plot import plot
-from osfl.tables.records import as_csv, records_of
+from osfl.tables.plot import frontier, marker_size, plot
+from osfl.tables.records import as_csv, describe_sharing, records_of
 from osfl.tables.runner import Outcome, Runner
 from osfl.tables.table_file import Cell, TableFile, read_table
 from tests.helpers.run_outcomes import metrics, outcome
@@ -55,10 +56,10 @@ def test_cells_are_rows_times_seeds_with_all_their_settings(tmp_path: Path) -> N
     ]
     assert re.fullmatch("table-Espresso-C-G-s1-[0-9a-f]{8}", cells[3].job_id)
     assert len({c.job_id for c in cells}) == 4
-    same, other = (
+    same_id, other_id = (
         read_table(write(tmp_path), [f"synthesis.steps={n}"]).cells()[3].job_id for n in (3, 4)
     )
-    assert (same == cells[3].job_id, other == cells[3].job_id) == (True, False)
+    assert (same_id == cells[3].job_id, other_id == cells[3].job_id) == (True, False)
     expected = {
         "num-clients=2",
         "method=espresso",
@@ -75,13 +76,13 @@ def test_cells_are_rows_times_seeds_with_all_their_settings(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("setting", "same"),
-    [("adaptation.steps=9", False), ("adaptation.lr=0.5", True), ("deadline=9", True)],
+    [("personalization.steps=9", False), ("personalization.lr=0.5", True), ("deadline=9", True)],
 )
 def test_a_row_that_adapts_is_another_run(tmp_path: Path, setting: str, same: bool) -> None:
-    """What a run with a job id of its own may change, but for how the model is adapted."""
+    """Keys that may change in a run with a job id of its own, but for adaptation."""
     first = read_table(write(tmp_path)).cells()[0]
-    other = read_table(write(tmp_path), [setting]).cells()[0]
-    assert (first.job_id == other.job_id) == same
+    changed_cell = read_table(write(tmp_path), [setting]).cells()[0]
+    assert (first.job_id == changed_cell.job_id) == same
 
 
 def test_a_grid_multiplies_the_rows(tmp_path: Path) -> None:
@@ -127,14 +128,18 @@ def test_a_wrong_table_is_named_before_anything_runs(
     "file", sorted((ROOT / "configs" / "tables").glob("*.toml")), ids=lambda file: file.stem
 )
 def test_the_shipped_tables_are_sound(file: Path) -> None:
-    assert read_table(file).cells()
+    """The cells of other seeds differ in the seed alone."""
+    table = read_table(file)
+    assert replace(table, seeds=table.seeds[:1]).cells()
 
 
 def test_the_digits_table_has_every_method() -> None:
     from osfl.methods import METHODS
 
     rows = read_table(ROOT / "configs" / "tables" / "digits.toml").rows
-    assert {row["method"] for row in rows.values()} == set(METHODS)
+    # They need a CLIP, and another run; a mixed run is made of the others
+    apart = {"zero-shot", "real-and-synthetic", "mixed"}
+    assert {row["method"] for row in rows.values()} == set(METHODS) - apart
     switches = [
         (row.get("espresso.gmm", True), row.get("espresso.z-sampling", True))
         for row in rows.values()
@@ -143,13 +148,13 @@ def test_the_digits_table_has_every_method() -> None:
     assert sorted(switches) == [(False, False), (False, True), (True, False), (True, True)]
 
 
-def test_costs_that_were_not_sent_are_said(tmp_path: Path) -> None:
+def test_missing_costs_are_reported(tmp_path: Path) -> None:
     """With an epsilon a client sends none; bytes are counted by the server."""
     private = metrics("votes", {"FT": {"a": 40.0, "average": 40.0}})
-    for about in private["clients"].values():
-        about["epsilon"] = 1.0
+    for client in private["clients"].values():
+        client["epsilon"] = 1.0
         for key in ("flops", "seconds", "peak_memory_mb"):
-            about.pop(key)
+            client.pop(key)
     records = records_of(outcome("votes", 0, metrics=private))
     assert records[0]["client_flops"] is None
     assert _costs(records)[2:5] == ["not sent"] * 3
@@ -215,11 +220,11 @@ def test_figures_by_hand(tmp_path: Path) -> None:
 
 def test_an_adapted_model_has_a_row_beside_its_models(tmp_path: Path) -> None:
     """A run of one model keeps its name, by which others are held against it."""
-    one = {"FT": {"a": 40.0, "average": 40.0}, "FT, adapted": {"a": 60.0, "average": 60.0}}
-    two = {name: {"a": 50.0, "average": 50.0} for name in ("FT", "FT, adapted", "MD")}
+    one_model = {"FT": {"a": 40.0, "average": 40.0}, "FT, adapted": {"a": 60.0, "average": 60.0}}
+    two_models = {name: {"a": 50.0, "average": 50.0} for name in ("FT", "FT, adapted", "MD")}
     outcomes = [
-        outcome("X", 0, metrics=metrics("x", one)),
-        outcome("Y", 0, metrics=metrics("y", two)),
+        outcome("X", 0, metrics=metrics("x", one_model)),
+        outcome("Y", 0, metrics=metrics("y", two_models)),
     ]
     table = TableFile("t", "", (0,), {"X": {}, "Y": {}}, reference="X")
     records = write_table(table, outcomes, tmp_path, "osfl compare t.toml", 1)
@@ -233,14 +238,14 @@ def test_an_adapted_model_has_a_row_beside_its_models(tmp_path: Path) -> None:
     page = (tmp_path / "t.md").read_text()
     assert "test images; adapted: after personalization on its own training images; seed 0" in page
     assert page.count("adapted: after") == 1
-    plain = [outcome("X", 0, metrics=metrics("x", {"FT": one["FT"]}))]
+    plain = [outcome("X", 0, metrics=metrics("x", {"FT": one_model["FT"]}))]
     write_table(table, plain, tmp_path, "osfl compare t.toml", 1)
     assert "adapted" not in (tmp_path / "t.md").read_text()
 
 
 def test_rows_are_paired_by_seed(tmp_path: Path) -> None:
-    """By hand: 4, 6 and 8 points apart are 6.0 with s = 2, and t(2) = 4.3027 times 2 / sqrt(3)
-    is 4.97. 4, -10 and 5 are -0.33 with s = 8.39, and 20.83.
+    """4, 6 and 8 points apart are 6.0 with s = 2, and t(2) = 4.3027 times 2 / sqrt(3) is 4.97. 4,
+    -10 and 5 are -0.33 with s = 8.39, and 20.83.
     """
 
     def run(row: str, seed: int, average: float) -> Outcome:
@@ -280,10 +285,10 @@ def test_the_plots_axes_span_a_decade(tmp_path: Path, monkeypatch: pytest.Monkey
         "savefig",
         lambda self, *args, **named: spans.extend(axes.get_xlim() for axes in self.axes),
     )
-    about = {"average": 50.0, "download_bytes": 1e8}
+    record = {"average": 50.0, "download_bytes": 1e8}
     plot(
         [
-            {"row": name, "upload_bytes": size, **about}
+            {"row": name, "upload_bytes": size, **record}
             for name, size in (("A", 44_739_300), ("B", 44_739_311))
         ],
         tmp_path / "x.png",
@@ -294,7 +299,53 @@ def test_the_plots_axes_span_a_decade(tmp_path: Path, monkeypatch: pytest.Monkey
         assert (low * high) ** 0.5 == pytest.approx(size, rel=1e-3)
 
 
-def test_what_is_not_known_or_not_tested_is_said(tmp_path: Path) -> None:
+def test_the_frontier_is_above_all_that_sends_less() -> None:
+    points = [(100.0, 50.0), (0.0, 40.0), (10.0, 39.0), (0.0, 30.0), (50.0, 60.0), (90.0, 60.0)]
+    assert frontier(points) == [(0.0, 40.0), (50.0, 60.0)]
+    assert frontier([]) == []
+
+
+def test_a_markers_area_grows_with_the_model() -> None:
+    resnet18 = marker_size(44.7e6)
+    assert marker_size(4 * 44.7e6) == pytest.approx(2 * resnet18)
+    assert marker_size(None) == resnet18
+    assert marker_size(1e3) < marker_size(20e6) < marker_size(1e12) <= 32
+
+
+def test_rows_that_send_nothing_are_at_zero(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The upper bound alone is a line: it is no federation."""
+    from matplotlib.figure import Figure
+
+    figures: list[Figure] = []
+    savefig = Figure.savefig
+
+    def keep(self: Figure, *args: object, **named: object) -> None:
+        figures.append(self)
+        savefig(self, *args, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    rows = [("prompts", 0, 40.0), ("vector", 4_000, 78.0), ("feddeo", 41_000, 70.0)]
+    records = [
+        {"row": name, "upload_bytes": size, "average": mean, "download_bytes": 1e6}
+        for name, size, mean in rows
+    ]
+    bound = {"row": "ceiling", "upload_bytes": 0, "average": 86.0, "download_bytes": 1e6}
+    plot([*records, {**bound, "is_reference": True}], tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    uploads, both = figures[0].axes
+    assert uploads.get_xscale() == "symlog"
+    assert uploads.get_xlim()[0] < 0
+    assert both.get_xscale() == "log"
+    lines = {line.get_linestyle(): line for line in uploads.lines if len(line.get_xdata()) > 1}
+    assert list(lines["--"].get_ydata()) == [86.0, 86.0]
+    assert lines["-"].get_drawstyle() == "steps-post"
+    assert list(lines["-"].get_xdata()) == [0, 4_000]
+    assert list(lines["-"].get_ydata()) == [40.0, 78.0]
+
+
+def test_unknown_and_untested_figures_are_marked(tmp_path: Path) -> None:
     """b did not test Local's second model: the mean is over a, and the table names b.
 
     A hub's model has no size.
@@ -323,7 +374,7 @@ def test_several_global_models_are_rows_of_their_own() -> None:
 
 
 def settings_of(**overrides: object) -> list[str]:
-    """What `quick` changes, as key=value."""
+    """Return what `quick` changes, as key=value."""
     base = defaults()
     changed = {key: value for key, value in quick(**overrides).items() if base[key] != value}
     return [
@@ -353,17 +404,17 @@ def test_a_table_of_real_runs(tmp_path: Path, tiny_kit: Path, osfl) -> None:  # 
         "--out",
         str(tmp_path / "out"),
     ]
-    done = osfl(*command)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "good, seed 0: done" in done.stdout, done.stdout
-    assert "bad, seed 0: failed" in done.stdout, done.stdout
+    result = osfl(*command)
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "good, seed 0: done" in result.stderr, result.stderr
+    assert "bad, seed 0: failed" in result.stderr, result.stderr
     page = (tmp_path / "out" / "table.md").read_text()
     assert "| good |" in page
     assert "- bad, seed 0: " in page
     assert "/nowhere/weights.safetensors" in page
     again = osfl(*command, "--rows", "good")
     assert again.returncode == 0, again.stdout + again.stderr
-    assert "good, seed 0: done before" in again.stdout, again.stdout
+    assert "good, seed 0: done before" in again.stderr, again.stderr
 
 
 def test_a_failure_before_an_interruption_is_kept(
@@ -383,7 +434,7 @@ def test_a_failure_before_an_interruption_is_kept(
 
     monkeypatch.setattr(runner, "run", run)
     runner.run_all([slow, good, bad])  # the last begins
-    assert {cell.row: about.error for cell, about in runner.outcomes.items()} == {
+    assert {cell.row: result.error for cell, result in runner.outcomes.items()} == {
         "bad": "OSError: no disk",
         "good": "",
     }
@@ -411,14 +462,14 @@ def test_an_interrupted_table_leaves_no_process_and_shows_what_is_done(
         "'prompts-only'\n",
     )
     settings = settings_of(kit=str(tiny_kit), join_timeout=120.0)
-    done, cell = read_table(file, settings).cells()
+    first_cell, cell = read_table(file, settings).cells()
     finished = {
         "metrics.json": metrics("ceiling", {"real": {"a": 40.0, "average": 40.0}}),
         "status.json": {"phase": "finished"},
     }
     for name, content in finished.items():
-        (tmp_path / "runs" / done.job_id).mkdir(parents=True, exist_ok=True)
-        (tmp_path / "runs" / done.job_id / name).write_text(json.dumps(content))
+        (tmp_path / "runs" / first_cell.job_id).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "runs" / first_cell.job_id / name).write_text(json.dumps(content))
     process = subprocess.Popen(
         [
             str(Path(sys.executable).parent / "osfl"),
@@ -432,6 +483,7 @@ def test_an_interrupted_table_leaves_no_process_and_shows_what_is_done(
         ],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
     )
@@ -453,3 +505,111 @@ def test_an_interrupted_table_leaves_no_process_and_shows_what_is_done(
     assert "- one, seed 0: not run yet" in page
     _, alive = psutil.wait_procs(children, timeout=60)
     assert not alive, alive
+
+
+SWEEP = """
+[common]
+method = "feddeo"
+num-clients = 2
+[rows.weak]
+feddeo.guidance-description = 1.0
+[rows.strong]
+feddeo.guidance-description = 5.0
+[rows.long]
+feddeo.epochs = 7
+[rows.none]
+method = "prompts-only"
+"""
+
+
+def test_rows_with_the_same_clients_have_the_same_payloads(tmp_path: Path, tiny_kit: Path) -> None:
+    """Seed and client keys tell payloads apart; a job id is what it was before payloads shared."""
+    cells = read_table(write(tmp_path, SWEEP), [f"kit={tiny_kit}"], seeds="0,1").cells()
+    keys = {(cell.row, cell.seed): cell.payload_key for cell in cells}
+    assert keys["weak", 0] == keys["strong", 0]
+    assert keys["none", 0] == keys["none", 1] == ""
+    several = {keys[name] for name in (("weak", 0), ("weak", 1), ("long", 0), ("none", 0))}
+    assert len(several) == 4
+    assert len({cell.job_id for cell in cells}) == len(cells)
+    sealed = read_table(write(tmp_path, SWEEP), [f"kit={tiny_kit}", "sealing-key=/k"]).cells()
+    assert [cell.job_id for cell in sealed] == [cell.job_id for cell in cells[:4]]
+    assert sealed[0].payload_key != keys["weak", 0]
+
+
+def sharing_cells(*names: str) -> list[Cell]:
+    """Cells of one seed; the first letter of a name is that of its payloads, - for none."""
+    return [Cell(name, 0, name, (), name[0].strip("-")) for name in names]
+
+
+def leave(runs: Path, job: str, **content: object) -> None:
+    """Leave what a run leaves: payloads, and files with a JSON content each (`a_b` is a-b)."""
+    (runs / job / "payloads").mkdir(parents=True)
+    (runs / job / "payloads" / "client-0.pb").write_bytes(b"payload")
+    for name, value in content.items():
+        (runs / job / f"{name.replace('_', '-')}.json").write_text(json.dumps(value))
+
+
+def test_the_first_row_makes_the_payloads_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Makers run before those that wait for them; a cell whose maker failed makes its own."""
+    cells = sharing_cells("a1", "a2", "b1", "b2", "-", "a3")
+    runner = Runner(tmp_path, 2)
+    ran = []
+    sources = {}
+
+    def run(cell: Cell) -> Outcome:
+        ran.append(cell.row)
+        sources[cell.row] = runner._source(cell)
+        if cell.row == "b1":
+            return Outcome(cell, error="broken")
+        leave(tmp_path, cell.job_id)
+        return Outcome(cell, {"method": "fedx"})
+
+    monkeypatch.setattr(runner, "run", run)
+    runner.run_all(cells)
+    assert sorted(ran[:3]) == ["-", "a1", "b1"]
+    shared = [f"payloads-from={tmp_path / 'a1'}"]
+    assert sources == {"a1": [], "a2": shared, "a3": shared, "b1": [], "b2": [], "-": []}
+
+
+def test_runs_keep_the_payloads_that_they_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run with payloads makes those of the others, and one that is bound to others keeps them."""
+    cells = sharing_cells("a1", "a2", "a3", "a4")
+    leave(tmp_path, "a2", status={"phase": "finished"}, metrics=metrics("oscar", {}))
+    leave(tmp_path, "a3")
+    source = {"run": "/elsewhere/x", "job": "x", "payloads": {}}
+    leave(tmp_path, "a4", payloads_from=source)
+    runner = Runner(tmp_path, 1)
+    sources = {}
+
+    def call(cell: Cell, command: list[str]) -> tuple[int, str]:
+        sources[cell.row] = [word for word in command if word.startswith("payloads-from=")]
+        return 1, "error no"
+
+    monkeypatch.setattr(runner, "_call", call)
+    runner.run_all(cells)
+    assert sources == {
+        "a1": [f"payloads-from={tmp_path / 'a2'}"],
+        "a3": [],
+        "a4": ["payloads-from=/elsewhere/x"],
+    }
+
+
+def test_the_hours_that_clients_did_not_work() -> None:
+    """The seconds of the payloads' clients, once for every run that used them again."""
+    runs = [outcome(row, 0, metrics=metrics("oscar", {})) for row in "abc"]
+    assert describe_sharing(runs) == ""
+    for number, run in enumerate(runs):
+        run.metrics["payloads_from"] = "a" if number else ""
+        run.metrics["clients"] = {"x": {"seconds": 5400.0}, "y": {"seconds": 1800.0}}
+    start = (
+        "2 of the runs use the payloads of another run with the same settings of the clients, "
+        "which saved"
+    )
+    assert describe_sharing(runs) == f"{start} 4 client-hours."
+    runs[2].metrics["clients"]["y"] = {"epsilon": 1.0}
+    hidden = "without clients that do not send their time"
+    assert describe_sharing(runs) == f"{start} 3.5 client-hours, {hidden}."

@@ -6,14 +6,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from datasets import Dataset, DatasetDict
 from PIL import Image, ImageDraw
 from typer.testing import CliRunner
 
-from osfl.cli.data_check import difference_hash, near_duplicates
+from osfl.cli.data_check import near_duplicates
 from osfl.cli.main import app
 from osfl.config import NodeConfig, parse_run_config
+from osfl.data.near_duplicates import thumbnails
 from osfl.data.parts import check_images, class_names
+from osfl.data.pictures import to_pixels
 from osfl.methods import METHODS
 from osfl.settings import flatten_toml, resolve_config
 from tests.helpers.settings import ROOT, defaults
@@ -33,18 +36,19 @@ def drawing(seed: int, size: int = 64) -> Image.Image:
     return image
 
 
-def test_the_same_picture_is_found_whatever_its_size_and_shade(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    train = {str(seed): difference_hash(drawing(seed)) for seed in range(40)}
-    larger = drawing(7).resize((200, 160))
+def thumbnail(image: Image.Image) -> torch.Tensor:
+    return thumbnails(to_pixels(image, 64)[None])[0]
+
+
+def test_the_same_picture_is_found_whatever_its_size_and_shade() -> None:
+    train = {str(seed): thumbnail(drawing(seed)) for seed in range(40)}
+    larger = drawing(7).resize((200, 200))
     darker = drawing(11).point(lambda value: value * 0.8)
-    asked = {"a": difference_hash(larger), "b": difference_hash(darker)}
-    asked |= {f"new {seed}": difference_hash(drawing(seed)) for seed in range(100, 140)}
-    assert near_duplicates(train, asked) == ["a and 7", "b and 11"]
-    monkeypatch.setattr("osfl.cli.data_check.CHUNK_SIZE", 1)
-    assert near_duplicates(train, asked) == ["a and 7", "b and 11"]
-    assert near_duplicates({}, asked) == near_duplicates(train, {}) == []
+    mirrored = drawing(13).transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    tests = {"a": thumbnail(larger), "b": thumbnail(darker), "c": thumbnail(mirrored)}
+    tests |= {f"new {seed}": thumbnail(drawing(seed)) for seed in range(100, 140)}
+    assert near_duplicates(train, tests) == ["a and 7", "b and 11", "c and 13"]
+    assert near_duplicates({}, tests) == near_duplicates(train, {}) == []
 
 
 def folders(root: Path) -> None:
@@ -72,9 +76,9 @@ def test_the_check_counts_and_names_what_is_broken(tmp_path: Path) -> None:
     broken.write_bytes(b"no picture")
     twin = (tmp_path / "north" / "train" / "cat" / "2.png").read_bytes()
     (tmp_path / "south" / "test" / "cat" / "0.png").write_bytes(twin)
-    found = CliRunner().invoke(app, command, env={"COLUMNS": "300"})
-    words = " ".join(found.output.split())
-    assert found.exit_code == 1
+    result = CliRunner().invoke(app, command, env={"COLUMNS": "300"})
+    words = " ".join(result.output.split())
+    assert result.exit_code == 1
     assert f"unreadable images: 1 {broken}: not a readable image" in words
     assert "near-duplicates of training images: 1" in words
     assert "south/test/cat/0.png and north:" in words
@@ -89,12 +93,12 @@ def test_the_check_counts_and_names_what_is_broken(tmp_path: Path) -> None:
         (["data.root=/nowhere", "data.name=hf:a/b", "data.classes="], "no such folder"),
     ],
 )
-def test_wrong_settings_are_told_in_a_line(settings: list[str], message: str) -> None:
-    given = ["data.name=folder", "data.classes=cat,dog", *settings]
-    told = CliRunner().invoke(app, ["data", "check", *given], env={"COLUMNS": "300"})
-    assert told.exit_code == 1
-    assert message in " ".join(told.output.split())
-    assert "Traceback" not in told.output
+def test_wrong_settings_are_reported_in_one_line(settings: list[str], message: str) -> None:
+    arguments = ["data.name=folder", "data.classes=cat,dog", *settings]
+    result = CliRunner().invoke(app, ["data", "check", *arguments], env={"COLUMNS": "300"})
+    assert result.exit_code == 1
+    assert message in " ".join(result.output.split())
+    assert "Traceback" not in result.output
 
 
 def copy_of(preset: str, folder: Path) -> dict:
@@ -123,20 +127,49 @@ def test_a_preset_fits_a_copy_of_its_data_set_with_every_method(
     preset: str, tmp_path: Path
 ) -> None:
     file = str(ROOT / "configs" / "data" / f"{preset}.toml")
-    more = ["kit=/kit", "feddisc.kit=/unclip", "rounds.proxy=/proxy"]
+    overrides = ["kit=/kit", "feddisc.kit=/unclip", "rounds.proxy=/proxy"]
     if 'name = "folder"' in Path(file).read_text():
         for method in METHODS:
-            resolve_config([file, *more, f"method={method}", "data.classes=cat,dog"])
+            resolve_config([file, *overrides, f"method={method}", "data.classes=cat,dog"])
         return
     settings = copy_of(preset, tmp_path / "copy")
-    more.append(f"data.root={tmp_path / 'copy'}")
+    overrides.append(f"data.root={tmp_path / 'copy'}")
     for method in METHODS:
-        config, _ = resolve_config([file, *more, f"method={method}"])
+        config, _ = resolve_config([file, *overrides, f"method={method}"])
     clients = settings["num-clients"]
     assert config.num_clients == clients
     assert len(class_names(config.data)) in (90, 100, len(config.data.classes.split(",")))
     for part in (0, clients - 1):
         check_images(config.data, NodeConfig(partition_id=part, num_partitions=clients), 0)
+
+
+SHARED = ROOT.parent / "shared" / "data"
+WORLDS = sorted(file.stem for file in (ROOT / "configs" / "worlds").glob("*.toml"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", WORLDS)
+def test_no_test_image_of_a_world_looks_like_a_training_image(world: str) -> None:
+    copy = SHARED / world.replace("-", "_")
+    if not copy.is_dir():
+        pytest.skip(f"the images of {world} are not on this machine (../shared/data)")
+    file = str(ROOT / "configs" / "worlds" / f"{world}.toml")
+    result = CliRunner().invoke(app, ["data", "check", file, f"data.root={copy}"])
+    assert result.exit_code == 0, result.output
+    assert "near-duplicates of training images: 0" in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_world_fits_every_method(world: str) -> None:
+    """Small images, which methods of other kits and proxies accept."""
+    file = str(ROOT / "configs" / "worlds" / f"{world}.toml")
+    overrides = ["kit=/kit", "feddisc.kit=/unclip", "rounds.proxy=/proxy", "data.root=/data"]
+    if "classes = " not in Path(file).read_text():
+        overrides.append("data.classes=one,two")
+    for method in METHODS:
+        config, _ = resolve_config([file, *overrides, f"method={method}"])
+        assert config.data.image_size == 64
+        assert config.data.split_by == "near-duplicates"
 
 
 def test_every_data_set_is_in_the_table_of_the_docs() -> None:

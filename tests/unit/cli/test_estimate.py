@@ -13,11 +13,12 @@ from typer.testing import CliRunner
 from client_app.app import app as client_app
 from client_app.privacy.mechanisms import private_mean
 from osfl.cli import estimate
-from osfl.cli.estimate import Client
 from osfl.cli.main import app as cli
+from osfl.cli.run_clients import Client
 from osfl.config import parse_run_config
 from osfl.models.diffusion import load_kit, timesteps
 from server_app.app import run_job
+from server_app.costs import NoisyMean, noisy_mean, rows_per_image
 from server_app.expected import shapes_of_kit
 from tests.helpers.gaussian_mechanism import least_sigma
 from tests.helpers.loop_grid import LoopGrid
@@ -36,7 +37,7 @@ SAMPLES_NOTHING = ("local", "fedavg")
         *(("espresso", "int8"), ("domain-vector", "int4"), ("local", "int4")),
     ],
 )
-def test_what_is_estimated_is_what_is_sent_and_drawn(
+def test_the_estimate_equals_sent_bytes_and_synthesized_images(
     method: str, codec: str, home: Path, tiny_kit: Path
 ) -> None:
     settings = {"payload_codec": codec, "synthesis__images_per_class": 2}
@@ -46,8 +47,8 @@ def test_what_is_estimated_is_what_is_sent_and_drawn(
     run_job(LoopGrid(client_app, config, nodes), parse_run_config(config), "job")
     metrics = json.loads((home / "runs" / "job" / "metrics.json").read_text())
     assert set(estimated.uploads) == set(metrics["clients"])
-    for client, about in metrics["clients"].items():
-        sent = about["upload_bytes"]
+    for client, record in metrics["clients"].items():
+        sent = record["upload_bytes"]
         # Deflating takes up to a third of these
         assert sent * 0.95 <= estimated.uploads[client] <= sent * (1.05 if codec == "raw" else 1.5)
     assert estimated.images == metrics["server"]["synthetic_images"]
@@ -84,7 +85,7 @@ def test_what_is_estimated_is_what_is_sent_and_drawn(
 )
 def test_rows_of_an_image(method: str, settings: dict, rows: int, tiny_kit: Path) -> None:
     config = parse_run_config(quick(method=method, kit=str(tiny_kit), **settings))
-    assert estimate.rows_per_image(config, timesteps(load_kit(tiny_kit).scheduler, 2)) == rows
+    assert rows_per_image(config, timesteps(load_kit(tiny_kit).scheduler, 2)) == rows
 
 
 @pytest.mark.flops
@@ -94,7 +95,9 @@ def test_judging_is_part_of_the_samplings_cost(tiny_kit: Path, home: Path) -> No
     """
     common = {"method": "feddeo", "kit": str(tiny_kit), "synthesis__images_per_class": 7}
     plain = estimate.estimate_run(parse_run_config(quick(**common)))
-    judging = estimate.estimate_run(parse_run_config(quick(**common, robust="report")))
+    judging = estimate.estimate_run(
+        parse_run_config(quick(**common, defense="label-consistency-report"))
+    )
     assert plain.sampling is not None
     assert judging.sampling is not None
     drawn = 2 * 10 * 7 * 2 * 2
@@ -117,7 +120,9 @@ def test_a_dry_run_shows_and_leaves_nothing(
     assert result.exit_code == 0, result.output
     assert "seed" in result.output
     assert "a client sends " in result.output
+    assert "a client computes at most " in result.output
     assert "the server synthesizes 20 images" in result.output
+    assert "the training of the global model on them: " in result.output
     assert not (home / "runs").exists()
     # How much deflating saves is known when it is done
     deflated = CliRunner().invoke(cli, arguments(tiny_kit, method="feddeo", payload_codec="int4"))
@@ -135,7 +140,7 @@ def test_a_dry_run_shows_and_leaves_nothing(
         ({"data__name": "folder", "data__classes": "a,b", "data__root": "/nowhere"}, "/nowhere"),
     ],
 )
-def test_what_cannot_work_is_refused(
+def test_an_impossible_run_is_refused(
     overrides: dict, message: str, home: Path, tiny_kit: Path
 ) -> None:
     kit = overrides.pop("kit", tiny_kit)
@@ -171,16 +176,18 @@ def test_a_run_larger_than_the_disk_is_refused(home: Path, tiny_kit: Path) -> No
 )
 def test_the_numbers_that_get_noise(settings: dict, numbers: int) -> None:
     config = parse_run_config(quick(**settings, kit="digits"))
-    assert estimate.noise_dimensions(config) == numbers
+    mean = noisy_mean(config)
+    assert (mean.dimensions if mean else 0) == numbers
+    assert mean is None or mean.over_classes == (config.method != "domain-vector")
 
 
 def test_feddiscs_noise_is_on_an_embeddings_own_half(tiny_unclip: Path) -> None:
     config = parse_run_config(quick(method="feddisc", feddisc__kit=str(tiny_unclip)))
-    assert estimate.noise_dimensions(config) == shapes_of_kit(str(tiny_unclip))[2] // 2
+    assert noisy_mean(config) == NoisyMean(shapes_of_kit(str(tiny_unclip))[2] // 2)
 
 
 def clients_of(method: str, counts: dict[str, tuple[int, ...]], **settings: Any) -> dict:
-    """Clients with so many images of class 0, 1 and so on."""
+    """Make clients with these numbers of images of class 0, 1 and so on."""
     config = parse_run_config(quick(method=method, kit="digits", **settings))
     return {
         name: Client(config, tuple(label for label, n in enumerate(ns) for _ in range(n)))
@@ -192,25 +199,25 @@ COUNTS = {"a": (40, 5), "b": (0, 9), "c": (3, 30)}
 
 
 def test_the_worst_mean_is_of_the_smallest_class() -> None:
-    """Of 64 numbers noise has 8 times the length of one's: 2 sigma / n of the limit, by 8."""
-    found = estimate.worst_noise(clients_of("oscar-pooled", COUNTS, epsilon=2.0, delta=1e-4))
+    """Noise of 64 numbers has 8 times the length of one's: 2 sigma / n of the limit, by 8."""
+    noise = estimate.worst_noise(clients_of("oscar-pooled", COUNTS, epsilon=2.0, delta=1e-4))
     needed = math.ceil(2 * least_sigma(2.0, 1e-4) * 8)
-    assert found == estimate.Noise("c", 3, needed)
+    assert noise == estimate.Noise("c", 3, needed)
 
 
 def test_a_domains_mean_is_of_all_its_images() -> None:
-    found = estimate.worst_noise(clients_of("domain-vector", COUNTS, epsilon=1.0))
-    assert found is not None
-    assert (found.client, found.images) == ("b", 9)
+    noise = estimate.worst_noise(clients_of("domain-vector", COUNTS, epsilon=1.0))
+    assert noise is not None
+    assert (noise.client, noise.images) == ("b", 9)
 
 
 def test_a_site_that_asks_for_more_has_more_noise() -> None:
     clients = clients_of("oscar-pooled", {"a": (10,), "b": (10,)}, epsilon=2.0)
-    own = replace(clients["b"].config, epsilon=1.0)
-    clients["b"] = replace(clients["b"], config=own)
-    found = estimate.worst_noise(clients)
-    assert found is not None
-    assert (found.client, found.break_even_images) == (
+    config = replace(clients["b"].config, epsilon=1.0)
+    clients["b"] = replace(clients["b"], config=config)
+    noise = estimate.worst_noise(clients)
+    assert noise is not None
+    assert (noise.client, noise.break_even_images) == (
         "b",
         math.ceil(2 * least_sigma(1.0, 1e-5) * 8),
     )
@@ -219,11 +226,11 @@ def test_a_site_that_asks_for_more_has_more_noise() -> None:
 
 
 def test_noise_is_as_long_as_the_limit_where_the_mean_is_of_so_many() -> None:
-    """Of the mechanism itself: images that are all their centre, and 1,024 numbers."""
+    """The mechanism itself: images that are all their center, and 1,024 numbers."""
     clients = clients_of("oscar", {"a": (10,)}, epsilon=4.0)
-    found = estimate.worst_noise(clients)
-    assert found is not None
-    rows = torch.zeros(found.break_even_images, 16, 64)
+    noise = estimate.worst_noise(clients)
+    assert noise is not None
+    rows = torch.zeros(noise.break_even_images, 16, 64)
     noised = private_mean(rows, rows[0], 3.0, 4.0, 1e-5)
     assert noised.norm().item() == pytest.approx(3.0, rel=0.12)
 
@@ -232,10 +239,12 @@ def test_noise_is_as_long_as_the_limit_where_the_mean_is_of_so_many() -> None:
 def test_a_dry_run_says_what_noise_leaves(
     home: Path, monkeypatch: pytest.MonkeyPatch, epsilon: float, drowned: bool
 ) -> None:
-    """Of a hundred images a client one vector keeps most with 16; of three a class nothing."""
+    """With a hundred images per client one vector keeps most with 16; with three of a class
+    nothing.
+    """
     monkeypatch.chdir(home)
-    more = ["domain-vector.tokens=all", f"epsilon={epsilon}"]
-    arguments = ["run", "--dry-run", "method=domain-vector", "num-clients=2", *more]
+    overrides = ["domain-vector.tokens=all", f"epsilon={epsilon}"]
+    arguments = ["run", "--dry-run", "method=domain-vector", "num-clients=2", *overrides]
     result = CliRunner().invoke(cli, arguments)
     assert result.exit_code == 0, result.output
     assert "the noise is as large as the clipping bound (clip-norm)" in result.output

@@ -31,8 +31,8 @@ def test_imagenets_weights_are_fetched(
     folder.mkdir(parents=True)
     url = get_model_weights("resnet18").DEFAULT.url
     (folder / url.rpartition("/")[2]).write_bytes(b"x" * 1500)
-    told = CliRunner().invoke(cli, ["fetch", *FOLDERS, *settings])
-    assert told.exit_code == 0, told.output
-    rows = [line for line in told.output.splitlines() if "imagenet: resnet18" in line]
+    result = CliRunner().invoke(cli, ["fetch", *FOLDERS, *settings])
+    assert result.exit_code == 0, result.output
+    rows = [line for line in result.output.splitlines() if "imagenet: resnet18" in line]
     assert len(rows) == len(keys)
     assert all(key in rows[0] and str(folder) in rows[0] for key in keys)

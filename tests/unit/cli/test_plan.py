@@ -118,16 +118,17 @@ def test_a_preset_lies_below_what_the_table_says(tmp_path: Path) -> None:
 def test_a_units_flops_are_those_of_the_loaded_unet(tiny_kit: Path, tiny_unclip: Path) -> None:
     for folder in (tiny_kit, tiny_unclip):
         kit = load_kit(folder)
-        width = kit.unet.config.projection_class_embeddings_input_dim
-        image = torch.zeros(1, width) if width else None
+        c = kit.text(["a"])
+        if width := kit.unet.config.projection_class_embeddings_input_dim:
+            c = c.with_image(torch.zeros(1, width))
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            kit.eps(torch.zeros(1, *kit.latent_shape), torch.tensor([1]), kit.text(["a"]), image)
+            kit.eps(torch.zeros(1, *kit.latent_shape), torch.tensor([1]), c)
         assert unet_flops(str(folder)) == pytest.approx(counter.get_total_flops(), rel=0.01)
         assert unet_flops(str(folder)) < counter.get_total_flops() + 1
 
 
 def test_a_plan_is_runs_images_passes_and_bytes(tiny_kit: Path, tmp_path: Path) -> None:
-    """By hand: 2 seeds x 2 clients x 10 classes x 3 images, of 4 steps of three branches each."""
+    """2 seeds x 2 clients x 10 classes x 3 images, in 4 steps of three branches each."""
     rows = "seeds = [0, 1]\n[rows.DEO]\nmethod = 'feddeo'\n[rows.AVG]\nmethod = 'fedavg'\n"
     settings = quick(kit=str(tiny_kit), synthesis__images_per_class=3, synthesis__steps=4)
     settings |= {"feddeo.guidance-text": 1.0, "rounds.count": 5}
@@ -143,7 +144,7 @@ def test_a_plan_is_runs_images_passes_and_bytes(tiny_kit: Path, tmp_path: Path) 
     assert (plan["AVG"].upload or 0) > 5 * 1e6
 
 
-def test_what_is_not_here_is_asked_for_by_name(
+def test_missing_models_and_data_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A data set that cannot be asked, once; a kit that is not there; the rest is planned."""
@@ -191,7 +192,7 @@ def test_what_is_not_here_is_asked_for_by_name(
 
 @pytest.mark.parametrize("file", PAPERS, ids=[file.stem for file in PAPERS])
 def test_every_papers_table_is_a_table(file: Path) -> None:
-    """Its settings are ours; its figures are percentages with rows; it says where they are from."""
+    """The settings are ours; the figures are percentages with rows and a source."""
     table = read_table(file, ["data.classes=one,two"])
     assert table.source
     assert table.published or table.lacks

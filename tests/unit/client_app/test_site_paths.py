@@ -1,12 +1,13 @@
-"""Which files of a site a run's settings may name, and which rows of a data set are read."""
+"""Files of a site that a run's settings may name, and rows of a data set that are read."""
 
 import http.server
 import json
 import subprocess
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import numpy as np
 import pytest
@@ -16,7 +17,6 @@ from PIL import Image as Picture
 
 from client_app.app import app
 from client_app.paths import allowed_folders, check_architecture, check_paths
-from osfl.cli import launch
 from osfl.config import (
     SITE_PATHS,
     ConfigError,
@@ -27,20 +27,25 @@ from osfl.config import (
     parse_run_config,
     schema,
 )
-from osfl.config.markers import markers_of
 from osfl.data.load import load_images
 from osfl.data.offline import check_rows
 from osfl.data.partition import DataError
+from osfl.launch import flower as launch
+from osfl.methods import METHODS
+from osfl.util.markers import SitePath, markers_of
 from tests.helpers.settings import quick
 from tests.helpers.whole_runs import nodes
 
 # Texts that no machine resolves as a path
 NO_PATHS = {
-    *("job-id", "left-out", "public-domains", "device", "synthesis.ray-address"),
+    *("job-id", "held-out", "public-domains", "device", "synthesis.ray-address", "tracking"),
+    *("signatures", "data.domains", "replace-clients"),
     *("data.subset", "data.classes", "data.words", "data.train-split", "data.test-split"),
     *("data.image-column", "data.label-column", "data.domain-column", "data.group-column"),
     *("synthesis.prompt", "prompts-domain.prompt", "fgl.prompt", "fgl.negative-prompt"),
+    *("zero-shot.templates",),
     *("votes.candidates", "votes.prompt", "fedlmg.strategies", "fedcado.strategies"),
+    *("mixed.methods", "mixed.teacher"),
 }
 CAPTIONED: dict[str, Any] = {"method": "oscar"}
 TRAINED: dict[str, Any] = {"method": "fedlmg"}
@@ -101,14 +106,16 @@ def test_every_clients_path_has_a_test_here() -> None:
 
 @pytest.mark.parametrize("key", sorted(USES))
 def test_a_path_outside_is_refused_in_the_same_words(key: str, tmp_path: Path) -> None:
-    """Whether there is a file, a folder, or nothing."""
+    """The error is the same for a file, a folder, or nothing."""
     folder = tmp_path / "hospital"
     folder.mkdir()
     (folder / "file").write_text("secret")
     words = set()
     for place in (folder, folder / "file", folder / "nothing", Path("/nowhere/at/all")):
-        said = refusal(config_of(key, str(place)), NodeConfig(allowed_dirs=str(tmp_path / "kits")))
-        words.add(said.replace(str(place), "PLACE"))
+        message = refusal(
+            config_of(key, str(place)), NodeConfig(allowed_dirs=str(tmp_path / "kits"))
+        )
+        words.add(message.replace(str(place), "PLACE"))
     (only,) = words
     assert only.startswith(f"{key} = 'PLACE': must be below a folder")
     check_paths(config_of(key, str(folder)), NodeConfig(allowed_dirs=f"/other, {tmp_path}"))
@@ -117,8 +124,8 @@ def test_a_path_outside_is_refused_in_the_same_words(key: str, tmp_path: Path) -
 def test_a_home_tells_nothing_of_users(tmp_path: Path) -> None:
     words = set()
     for place in ("~root/model", "~nobody-of-this-name/model"):
-        said = refusal(config_of("kit", place), NodeConfig(allowed_dirs=str(tmp_path)))
-        words.add(said.replace(place, "PLACE"))
+        message = refusal(config_of("kit", place), NodeConfig(allowed_dirs=str(tmp_path)))
+        words.add(message.replace(place, "PLACE"))
     (only,) = words
     assert "must be below a folder" in only
     with pytest.raises(ConfigError, match="data.root = .*must be an absolute path"):
@@ -164,6 +171,13 @@ def test_the_servers_own_paths_are_not_the_clients() -> None:
     check_paths(parse_run_config(quick(method="prompts-only", **server_alone)), NodeConfig())
     check_paths(config_of("kit", "/srv/kit"), NodeConfig(kit="/anywhere"))
     check_paths(config_of("data.root", "/srv/images"), NodeConfig(data_dir="/images"))
+
+
+def test_a_site_that_only_tests_reads_no_file_but_its_images() -> None:
+    node = NodeConfig(role="test")
+    for key in USES.keys() - {"data.root"}:
+        check_paths(config_of(key, "/srv/kits/x"), node)
+    assert "must be below" in refusal(config_of("data.root", "/srv/images"), node)
 
 
 def test_a_hub_id_that_is_a_folder_here_is_a_path(
@@ -228,7 +242,7 @@ def test_a_global_models_architecture_is_no_folder_of_the_site(home: Path) -> No
 def test_a_simulation_allows_what_its_user_may_read(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """By the environment of its own SuperLink: no run-config and no message can set it."""
+    """The environment of its own SuperLink decides: no run-config and no message can set it."""
     started = []
 
     class Stopped(Exception):
@@ -272,7 +286,7 @@ class _Counting(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def address() -> Iterator[str]:
-    """Of a server on this machine that counts what it is asked for."""
+    """The address of a server on this machine that counts its requests."""
     _Counting.asked.clear()
     with http.server.HTTPServer(("127.0.0.1", 0), _Counting) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -292,14 +306,14 @@ def saved(folder: Path, places: list[str]) -> None:
     part = part.cast_column("label", FEATURES["label"])
     part.save_to_disk(str(folder))
     info = folder / "dataset_info.json"
-    about = json.loads(info.read_text())
-    about["features"] = FEATURES.to_dict()
-    info.write_text(json.dumps(about))
+    metadata = json.loads(info.read_text())
+    metadata["features"] = FEATURES.to_dict()
+    info.write_text(json.dumps(metadata))
 
 
 def read(folder: Path, **settings: Any) -> Any:
-    more = {"data__classes": "a, b", "data__name": "hf:owner/name", "kit": "o/n", **settings}
-    config = parse_run_config(quick(method="prompts-domain", **more))
+    overrides = {"data__classes": "a, b", "data__name": "hf:owner/name", "kit": "o/n", **settings}
+    config = parse_run_config(quick(method="prompts-domain", **overrides))
     return load_images(config.data, NodeConfig(data_dir=str(folder)), "train", 0, 8)
 
 
@@ -347,3 +361,22 @@ def test_media_are_neither_labels_nor_lists(tmp_path: Path, address: str) -> Non
     with pytest.raises(DataError, match="does not contain single images"):
         check_rows(nested, data, tmp_path, "part")
     assert not _Counting.asked
+
+
+@dataclass(frozen=True)
+class OwnSection:
+    words: Annotated[str, SitePath("client")] = ""
+
+
+def test_a_path_of_an_installed_packages_method_is_restricted_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    method = replace(METHODS["prompts-domain"], section="own", settings=OwnSection)
+    monkeypatch.setitem(METHODS, "own", method)
+    (rule,) = markers_of(schema()["method"], OneOf)
+    monkeypatch.setattr(rule, "choices", (*rule.choices, "own"))
+    monkeypatch.setattr("client_app.paths.SITE_PATHS", {**SITE_PATHS, "own.words": "client"})
+    config = parse_run_config({**quick(), "method": "own", "own.words": "/etc/passwd"})
+    with pytest.raises(ConfigError, match=r"own.words = '/etc/passwd': must be below a folder"):
+        check_paths(config, NodeConfig())
+    check_paths(config, NodeConfig(allowed_dirs="/etc"))

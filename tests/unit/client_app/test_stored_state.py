@@ -1,4 +1,4 @@
-"""What a client keeps at rest: payload cache, privacy ledger, decoded images, FedDyn's state."""
+"""State of a client at rest: payload cache, privacy ledger, decoded images, FedDyn's state."""
 
 import json
 from collections.abc import Callable
@@ -232,13 +232,13 @@ def test_a_payload_that_was_lost_costs_again(site: Site, tiny_kit: Path) -> None
     "key",
     ["epsilon-total", "cache-dir", "ledger-dir", "allowed-dirs", "device", "checkpointing", "kit"],
 )
-def test_what_does_not_shape_a_payload_makes_no_other_one(key: str, tiny_kit: Path) -> None:
+def test_settings_that_shape_no_payload_make_no_new_one(key: str, tiny_kit: Path) -> None:
     name = key.replace("-", "_")
     values = {"epsilon_total": 3.0, "checkpointing": "on", "device": "cpu"}
     config = parse_run_config(quick(method="votes", kit=str(tiny_kit), epsilon=1.0))
     node = NodeConfig(partition_id=0, num_partitions=2)
-    other = NodeConfig(partition_id=0, num_partitions=2, **{name: values.get(name, "/elsewhere")})  # type: ignore[arg-type]
-    assert cache_key(config, node, "") == cache_key(config, other, "")
+    peer = NodeConfig(partition_id=0, num_partitions=2, **{name: values.get(name, "/elsewhere")})  # type: ignore[arg-type]
+    assert cache_key(config, node, "") == cache_key(config, peer, "")
     fewer = NodeConfig(partition_id=0, num_partitions=2, min_class_images=3)
     assert cache_key(config, node, "") != cache_key(config, fewer, "")
 
@@ -309,7 +309,7 @@ def test_a_ledger_of_an_older_version_is_taken_over(
         Ledger(tmp_path / "state", "b", older=cache).draws()
 
 
-def test_a_new_ledger_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_new_ledger_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     Ledger(tmp_path, "a").spend("one", "k", 0.1, 0.0)
     assert f"starting a new privacy ledger in {tmp_path}" in caplog.text
     caplog.clear()
@@ -317,7 +317,7 @@ def test_a_new_ledger_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     assert not caplog.text
 
 
-def test_the_ledger_lies_in_no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_ledger_is_outside_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert ledger_folder(NodeConfig(ledger_dir=str(tmp_path))) == tmp_path
     monkeypatch.setenv("OSFL_STATE", "/state")
     assert ledger_folder(NodeConfig(cache_dir="/cache")) == Path("/state")
@@ -387,7 +387,7 @@ def test_a_record_is_what_was_written(tmp_path: Path) -> None:
     file.write_text(file.read_text().replace("0.1", "0.2"))
     with pytest.raises(CorruptFileError, match="SHA-256 differs"):
         read_record(file)
-    for other in ("{}", '{"sha256": 1, "content": []}', "5"):
-        file.write_text(other)
+    for text in ("{}", '{"sha256": 1, "content": []}', "5"):
+        file.write_text(text)
         with pytest.raises(CorruptFileError, match="is corrupt"):
             read_record(file)

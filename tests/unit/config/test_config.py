@@ -1,5 +1,6 @@
 """The schema: every key has a default in pyproject.toml, every bad value is named."""
 
+import re
 import tomllib
 
 import pytest
@@ -7,39 +8,56 @@ import pytest
 from osfl.config import (
     NOT_IDENTITY,
     ConfigError,
+    all_parts,
     approximations,
     flatten,
+    installed_defaults,
+    kinds_of,
     parse_node_config,
     parse_run_config,
+    payload_settings,
     resolve_auto,
     schema,
 )
+from osfl.config.parse import RENAMED, new_key
 from osfl.settings import resolve_config
 from tests.helpers.settings import ROOT, defaults
 
 
-def test_what_may_change_between_a_run_and_its_resumption() -> None:
+def test_only_some_keys_may_change_at_a_resumption() -> None:
     """A key that joins or leaves the set changes which runs can be resumed: on purpose alone."""
     settings = {
+        "advise",
         "checkpointing",
+        "continue-from",
+        "continue-from-model",
         "deadline",
         "device",
-        "influence",
+        "client-contribution",
         "job-id",
         "join-timeout",
+        "local-baseline",
         "max-images",
         "max-payload-mb",
+        "mlflow-uri",
         "min-clients",
+        "new-clients",
+        "payloads-from",
+        "replace-clients",
         "runs-dir",
         "sealing-key",
         "sealed-store",
+        "signatures",
+        "test-specificity",
         "test-timeout",
+        "tracking",
     }
     assert settings | {
-        "adaptation.batch-size",
-        "adaptation.lr",
-        "adaptation.steps",
+        "personalization.batch-size",
+        "personalization.lr",
+        "personalization.steps",
         "synthesis.checkpointing",
+        "synthesis.overlap",
         "synthesis.ray-address",
         "synthesis.workers",
     } == set(NOT_IDENTITY)
@@ -55,22 +73,23 @@ def test_what_may_change_between_a_run_and_its_resumption() -> None:
             ["guidance only at timesteps 10 to 800"],
         ),
         (
-            {"method": "fedcado", "fedcado.gradient": "x0", "synthesis.small-decoder": "kit"},
+            {"method": "fedcado", "fedcado.gradient": "x0", "synthesis.tiny-decoder": "kit"},
             ["guidance through a tiny decoder", "the classifier's gradient at x0"],
         ),
         ({"method": "fedlmg", "fedcado.gradient": "x0"}, []),
-        ({"method": "feddeo", "synthesis.small-decoder": "kit"}, []),
+        ({"method": "feddeo", "synthesis.tiny-decoder": "kit"}, []),
     ],
 )
-def test_what_is_approximate_is_said(given: dict, words: list[str]) -> None:
-    """Of the method's own section alone, and where the key matters to the method."""
+def test_approximations_are_reported(given: dict, words: list[str]) -> None:
+    """Keys of the method's own section count alone, where the key matters to the method."""
     assert approximations({**defaults(), **given}) == words
     if "method" in given:
         assert approximations(given) == words
 
 
 def test_defaults_and_schema_have_the_same_keys() -> None:
-    assert set(defaults()) == set(schema())
+    # A mixed run's own keys have their defaults in its section
+    assert {*defaults(), *installed_defaults("mixed")} == set(schema())
 
 
 def test_parsing_and_flattening_are_inverse() -> None:
@@ -81,6 +100,10 @@ def test_parsing_and_flattening_are_inverse() -> None:
     ("key", "value", "message"),
     [
         ("seeed", 1, "seeed: unknown key (did you mean seed?)"),
+        ("init", "none", "init: unknown key (did you mean classifier.init?)"),
+        ("robust", "exclude", "robust: renamed to defense"),
+        ("adaptation.lr", 0.1, "adaptation.lr: renamed to personalization.lr"),
+        ("left-out", "client-0", "left-out: renamed to held-out"),
         (
             "method",
             "magic",
@@ -195,8 +218,8 @@ def test_feddf_does_not_distil_photographs_on_digits() -> None:
 
 @pytest.mark.parametrize(("method", "key"), [("oscar", "kit"), ("feddisc", "feddisc.kit")])
 def test_digits_are_not_drawn_for_other_images(method: str, key: str) -> None:
-    given = {"data.name": "folder", "data.classes": "cat,dog", "method": method, **RANDOM}
-    folders = {**defaults(), **given}
+    overrides = {"data.name": "folder", "data.classes": "cat,dog", "method": method, **RANDOM}
+    folders = {**defaults(), **overrides}
     with pytest.raises(ConfigError, match=f"{key} = 'digits.*': it draws digits"):
         parse_run_config(folders)
     assert parse_run_config({**folders, key: "/models/mine"}).method == method
@@ -250,6 +273,12 @@ def test_a_missing_key_is_named() -> None:
 
 def test_node_config() -> None:
     assert parse_node_config({"partition-id": 3, "data-dir": "/data"}).partition_id == 3
+    # As NVFlare starts Flower's nodes
+    by_nvflare = {"client-name": "site-1", "partition-id": 0, "num-partitions": 2}
+    assert parse_node_config(by_nvflare).client_id == "site-1"
+    assert parse_node_config({**by_nvflare, "client-id": "a"}).client_id == "a"
+    with pytest.raises(ConfigError, match="client-id"):
+        parse_node_config({"client-name": 3})
     with pytest.raises(ConfigError, match="data-dri: unknown key .did you mean data-dir"):
         parse_node_config({"data-dri": "/data"})
     with pytest.raises(ConfigError, match="partition-id = 'x': must be a whole number"):
@@ -309,3 +338,88 @@ def test_bad_files_are_named(tmp_path) -> None:  # type: ignore[no-untyped-def]
 def test_every_shipped_config_is_valid(file) -> None:  # type: ignore[no-untyped-def]
     assert tomllib.loads(file.read_text())
     resolve_config([str(file)])
+
+
+def test_renamed_keys_have_new_names_that_exist() -> None:
+    for old, new in RENAMED.items():
+        assert old not in schema()
+        assert new.partition(",")[0] in schema()
+    assert new_key("adaptation.steps") in schema()
+    assert new_key("adaptation") == new_key("seed") == ""
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"tracking": "mlflow, wandb"}, "'wandb' must be one of tensorboard, mlflow"),
+        ({"mlflow-uri": "https://me:word@host"}, r"'https://\*\*\*@host': must be without"),
+        ({"mlflow-uri": "https://host/?token=word"}, "must be without credentials, query"),
+        ({"mlflow-uri": "http://me:pa word@host"}, r"'http://\*\*\*@host': must be without"),
+        ({"mlflow-uri": "http://host#key=word"}, "must be without .* fragment and white space"),
+    ],
+)
+def test_trackers_are_known_and_their_uris_hold_no_secrets(given: dict, problem: str) -> None:
+    """A run-config is stored in plain text, and sent to every client."""
+    with pytest.raises(ConfigError, match=problem) as caught:
+        parse_run_config({**defaults(), **given})
+    assert "word" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("methods", "settings", "message"),
+    [
+        ("", {}, "mixed.methods = '': must name at least one kind"),
+        ("feddeo,feddeo", {}, "list each kind once"),
+        ("magic", {}, "'magic' must be a method"),
+        ("fedavg", {}, "'fedavg' is iterative"),
+        ("prompts-only", {}, "'prompts-only' has no payload"),
+        ("mixed", {}, "'mixed' has no payload"),
+        ("local", {}, "'local' trains no global model"),
+        ("oscar,feddisc", {}, "'feddisc' samples with a kit of its own"),
+        ("fedcgs", {}, "'fedcgs' makes no images; put it behind a method that does"),
+        ("feddeo+oscar", {}, "'oscar' makes images itself; put it first"),
+        ("feddeo+fedcgs+fedpft", {}, "must join at most 2 different methods"),
+        ("oscar,espresso", {"synthesis.solver": "unipc"}, "Espresso requires 'ddim'"),
+        ("feddeo,fgl", {"epsilon": 1.0}, "method 'fgl' gives no guarantee"),
+        ("oscar", {"mixed.teacher": "fedcgs"}, "must be a method in mixed.methods that sends"),
+        (
+            "oscar+fedcgs",
+            {"mixed.teacher": "fedcgs", "global-model.mixing": "mixup"},
+            "requires global-model.mixing = 'none'",
+        ),
+    ],
+)
+def test_kinds_that_cannot_be_mixed_are_refused_by_name(
+    methods: str, settings: dict, message: str
+) -> None:
+    values = {**defaults(), "method": "mixed", "mixed.methods": methods, **settings}
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        parse_run_config(values)
+
+
+def test_a_part_of_a_mixed_run_has_the_settings_of_a_pure_run() -> None:
+    values = {**defaults(), "payload-codec": "int8"}
+    mixed = parse_run_config(
+        {**values, "method": "mixed", "mixed.methods": "oscar+fedcgs,votes,oscar"}
+    )
+    parts = all_parts(mixed)
+    assert list(parts) == ["oscar", "fedcgs", "votes"]
+    assert kinds_of(mixed) == ("oscar+fedcgs", "votes", "oscar")
+    assert parts["oscar"] == parse_run_config({**values, "method": "oscar"})
+    assert parts["fedcgs"] == parse_run_config({**values, "method": "fedcgs"})
+    # Payloads without numbers have no codec
+    assert parts["votes"] == parse_run_config({**values, "method": "votes", "payload-codec": "raw"})
+    assert parse_run_config(flatten(mixed)) == mixed
+    settings = payload_settings(mixed)
+    assert settings["mixed.methods"] == "oscar+fedcgs,votes,oscar"
+    assert (settings["method"], settings["payload-codec"]) == ("mixed", "int8")
+    assert set(payload_settings(parts["votes"])) <= set(settings)
+    assert not {"mixed.teacher", "oscar.guidance"} & set(settings)
+
+
+def test_approximations_of_all_kinds_are_listed() -> None:
+    values = {**defaults(), "method": "mixed", "fedlmg.gradient": "x0"}
+    assert approximations({**values, "mixed.methods": "oscar,fedlmg"}) == [
+        "the classifier's gradient at x0"
+    ]
+    assert approximations({**values, "mixed.methods": "oscar"}) == []

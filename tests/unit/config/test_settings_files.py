@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from osfl.cli import launch
 from osfl.cli.main import app as cli
 from osfl.config import ConfigError, parse_run_config
 from osfl.config import toml as toml_files
+from osfl.launch import flower as launch
 from osfl.settings import default_config, read_overrides, resolve_config, shipped, with_recommended
 from osfl.tables.table_file import read_table
 from osfl.util.text import quote
@@ -61,11 +61,11 @@ def test_a_file_with_an_equals_sign_in_its_path_is_a_file(
 
 
 @pytest.mark.parametrize("text", ["𠮷田,犬", "🐈,🐕", "a\x1bb", "a\x7fb\x00", 'q"\\', "Ä, é"])
-def test_what_is_written_for_flower_is_what_was_set(tmp_path: Path, text: str) -> None:
-    """By tomllib, and by the parser with which Flower reads its --run-config."""
+def test_settings_for_flower_are_those_that_were_set(tmp_path: Path, text: str) -> None:
+    """tomllib and the parser of Flower's --run-config read them."""
     from flwr.common.config import parse_config_args
 
-    overrides = {"data.classes": text, "seed": 3, "feddeo.lr": 1e-5, "influence": True}
+    overrides = {"data.classes": text, "seed": 3, "feddeo.lr": 1e-5, "client-contribution": True}
     file = tmp_path / "overrides.toml"
     launch.write_overrides(overrides, file)
     assert tomllib.loads(file.read_text(encoding="utf-8")) == overrides
@@ -162,7 +162,7 @@ def test_a_quoted_value_is_short_and_printable() -> None:
 
 
 def test_a_table_without_a_method_has_the_recommended_one(tmp_path: Path) -> None:
-    """As `osfl run` has with the same settings."""
+    """The same as `osfl run` with the same settings."""
     file = tmp_path / "table.toml"
     file.write_text(
         "[common]\nseeds = 1\n[rows.a]\nglobal-model.lr = 0.5\n".replace("seeds = 1\n", "")
@@ -185,15 +185,15 @@ def test_a_file_without_a_method_runs_what_the_same_arguments_run(tmp_path: Path
     assert (by_file.method, by_file.synthesis.images_per_class) == ("domain-vector", 30)
 
 
-def test_the_default_method_is_said(tmp_path: Path) -> None:
+def test_the_default_method_is_reported(tmp_path: Path) -> None:
     (tmp_path / "study.toml").write_text("seed = 1\n")
     (tmp_path / "named.toml").write_text('method = "local"\n')
     for command in (["run", "--dry-run"], ["fetch"]):
-        told = CliRunner().invoke(cli, [*command, str(tmp_path / "study.toml"), "kit=./nowhere"])
-        assert told.exit_code == 1
-        assert "method domain-vector (default, configs/recommended.toml)" in told.output, command
-    told = CliRunner().invoke(cli, ["run", "--dry-run", str(tmp_path / "named.toml"), "kit=./x"])
-    assert "default" not in told.output
+        result = CliRunner().invoke(cli, [*command, str(tmp_path / "study.toml"), "kit=./nowhere"])
+        assert result.exit_code == 1
+        assert "method domain-vector (default, configs/recommended.toml)" in result.output, command
+    result = CliRunner().invoke(cli, ["run", "--dry-run", str(tmp_path / "named.toml"), "kit=./x"])
+    assert "default" not in result.output
 
 
 # ---- What depends on the kind of the data ----
@@ -215,7 +215,7 @@ AUTO = {"global-model.augmentation": "auto", "classifier.augmentation": "auto"}
 def test_defaults_follow_the_kind_of_the_data(
     data: dict[str, str], expected: tuple[int, bool, str]
 ) -> None:
-    """As the server and the clients parse what Flower hands them, whoever started the run."""
+    """Server and clients parse Flower's settings alike, whoever started the run."""
     size, stem, augmentation = expected
     config = parse_run_config({**default_config(), **data, **AUTO})
     assert config.data.image_size == size
@@ -224,11 +224,13 @@ def test_defaults_follow_the_kind_of_the_data(
 
 
 @pytest.mark.parametrize("data", [{}, FOLDER])
-def test_what_is_set_wins(data: dict[str, str]) -> None:
+def test_set_values_win_over_defaults(data: dict[str, str]) -> None:
     arguments = [f"{key}={value}" for key, value in data.items()]
     for stem in ("true", "false"):
-        own = [f"data.image-size=48 classifier.small-stem={stem} global-model.augmentation=none"]
-        config, _ = resolve_config([*arguments, *own[0].split()])
+        overrides = [
+            f"data.image-size=48 classifier.small-stem={stem} global-model.augmentation=none"
+        ]
+        config, _ = resolve_config([*arguments, *overrides[0].split()])
         assert config.data.image_size == 48
         assert config.classifier.small_stem == (stem == "true")
         assert config.global_model.augmentation == "none"
@@ -255,17 +257,17 @@ def test_a_simulation_asks_no_proxy_for_its_own_addresses(
     monkeypatch.delenv("NO_PROXY", raising=False)
     monkeypatch.setenv("no_proxy", given)
     monkeypatch.setenv("no_grpc_proxy", "other.example")
-    made = launch.local_environment(Path("/tmp/osfl-x"))
+    environment = launch.local_environment(Path("/tmp/osfl-x"))
     for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
-        assert {"127.0.0.1", "localhost", "::1"} <= set(made[name].split(","))
-    assert ("hospital.example" in made["no_proxy"].split(",")) == bool(given)
-    assert "other.example" in made["no_grpc_proxy"].split(",")
+        assert {"127.0.0.1", "localhost", "::1"} <= set(environment[name].split(","))
+    assert ("hospital.example" in environment["no_proxy"].split(",")) == bool(given)
+    assert "other.example" in environment["no_grpc_proxy"].split(",")
     monkeypatch.delenv("no_grpc_proxy")
     monkeypatch.delenv("no_proxy")
     monkeypatch.setenv("NO_PROXY", "large.example")
-    made = launch.local_environment(Path("/tmp/osfl-x"))
-    assert "no_grpc_proxy" not in made
-    assert "large.example" in made["no_proxy"].split(",")
+    environment = launch.local_environment(Path("/tmp/osfl-x"))
+    assert "no_grpc_proxy" not in environment
+    assert "large.example" in environment["no_proxy"].split(",")
 
 
 @pytest.mark.slow
@@ -280,21 +282,26 @@ def test_a_superlink_is_reached_past_a_proxy(
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     with launch.local_superlink(tmp_path, tmp_path) as environment:
         command = ["flwr", "list", "osfl", "--format", "json"]
-        done = subprocess.run(
+        result = subprocess.run(
             command, cwd=launch.WORKING_FOLDER, env=environment, capture_output=True
         )
-        assert json.loads(done.stdout[done.stdout.index(b"{") :])["success"]
+        assert json.loads(result.stdout[result.stdout.index(b"{") :])["success"]
 
 
 def test_flowers_error_is_its_last_line() -> None:
-    """As `flwr list` says of a run that an older copy of the SuperLink's database lacks."""
-    told = {"success": False, "error-message": "Using SuperLink: x\n\n[code: 16] Run ID not found."}
-    assert launch._error_in(b"words " + json.dumps(told).encode()) == "[code: 16] Run ID not found."
-    for other in (
+    """`flwr list` says this of a run that an older copy of the SuperLink's database lacks."""
+    answer = {
+        "success": False,
+        "error-message": "Using SuperLink: x\n\n[code: 16] Run ID not found.",
+    }
+    assert (
+        launch._error_in(b"words " + json.dumps(answer).encode()) == "[code: 16] Run ID not found."
+    )
+    for output in (
         b"",
         b"{",
         b'{"success": true}',
         b'{"error-message": 5}',
         b'{"error-message": ""}',
     ):
-        assert launch._error_in(other) == ""
+        assert launch._error_in(output) == ""

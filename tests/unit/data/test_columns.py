@@ -38,12 +38,12 @@ def saved(folder: Path, labels: list, kind: Any, **more: tuple[list, Any]) -> Pa
 def labels_of(root: Path, classes: str = "cat,dog", **settings: object) -> list[int]:
     """The labels of all rows, in their order."""
     config = data(root, classes=classes, partition="iid", test_share=0.5, **settings)
-    found = {}
+    labels = {}
     for split in ("train", "test"):
         images = load_images(config, node(0, 1), split, 0)
         for pixels, label in zip(images.pixels, images.labels.tolist(), strict=True):
-            found[int(pixels[0, 0, 0])] = label
-    return [found.get(number, -1) for number in range(max(found) + 1)]
+            labels[int(pixels[0, 0, 0])] = label
+    return [labels.get(number, -1) for number in range(max(labels) + 1)]
 
 
 NAMES = ClassLabel(names=["cat", "dog"])
@@ -92,8 +92,8 @@ def test_a_row_without_a_label_is_left_out_and_counted(
     assert count_left_out(config, node(0, 1)) == {"no label": 1}
     command = ["data", "check", "data.name=hf:owner/toy", f"data.root={root}", "num-clients=1"]
     command += ["data.classes=cat,dog", "data.partition=iid"]
-    told = CliRunner().invoke(app, command, env={"COLUMNS": "300"})
-    assert "hf:owner/toy: 1 rows left out, with no label" in told.output
+    result = CliRunner().invoke(app, command, env={"COLUMNS": "300"})
+    assert "hf:owner/toy: 1 rows left out, with no label" in result.output
 
 
 @pytest.mark.parametrize(
@@ -143,19 +143,19 @@ def test_numbers_may_name_the_classes(tmp_path: Path) -> None:
     assert labels_of(flags, "true,false") == [0, 1, 1, 0]
 
 
-def test_what_a_whole_data_set_lacks_is_refused_and_a_part_may_lack(tmp_path: Path) -> None:
+def test_a_missing_class_is_refused_in_a_data_set_and_allowed_in_a_part(tmp_path: Path) -> None:
     for labels, kind in ((["cat"] * 4, Value("string")), ([0] * 4, Value("int64"))):
         root = saved(tmp_path / str(kind.dtype), labels, kind)
         config = data(root, classes="cat,dog", partition="iid")
         with pytest.raises(DataError, match=r"hf:owner/toy has no class 'dog' in its column"):
             check_images(config, node(0, 1), 0)
         check_images(config, NodeConfig(data_dir=str(root)), 0)
-    one = Dataset.load_from_disk(str(tmp_path / "string"))
+    part = Dataset.load_from_disk(str(tmp_path / "string"))
     both = Dataset.from_dict(
-        {"image": list(one["image"]), "label": ["cat", "dog", "cat", "dog"]},
-        features=one.features,
+        {"image": list(part["image"]), "label": ["cat", "dog", "cat", "dog"]},
+        features=part.features,
     )
-    DatasetDict(train=both, test=one).save_to_disk(tmp_path / "splits")
+    DatasetDict(train=both, test=part).save_to_disk(tmp_path / "splits")
     config = data(tmp_path / "splits", classes="cat,dog", test_split="test", partition="iid")
     check_images(config, node(0, 1), 0)
 
@@ -184,8 +184,8 @@ def test_texts_of_no_class_at_all_are_refused_without_being_listed(tmp_path: Pat
 def test_other_columns_are_refused_by_their_key_and_type(
     tmp_path: Path, labels: list, kind: Any, what: str, key: str
 ) -> None:
-    more = {"odd": (labels, kind)}
-    root = saved(tmp_path / "a", [0, 1, 0, 1], Value("int64"), **more)
+    columns = {"odd": (labels, kind)}
+    root = saved(tmp_path / "a", [0, 1, 0, 1], Value("int64"), **columns)
     config = data(root, classes="cat,dog", **{f"{key}_column": "odd"})
     if key != "domain":
         config = data(root, classes="cat,dog", partition="iid", **{f"{key}_column": "odd"})
@@ -198,7 +198,7 @@ def test_other_columns_are_refused_by_their_key_and_type(
 
 def test_undecoded_pictures_are_decoded(tmp_path: Path) -> None:
     content = [encoded(noise(24, 20), "png")] * 4
-    rows = [{"bytes": one, "path": None} for one in content]
+    rows = [{"bytes": blob, "path": None} for blob in content]
     struct = {"bytes": Value("binary"), "path": Value("string")}
     for name, values, kind in (
         ("struct", rows, struct),
@@ -229,7 +229,7 @@ def labels_of_all(root: Path) -> list[int]:
         ([{"a": b"x"}] * 4, {"a": Value("binary")}, "dict"),
     ],
 )
-def test_a_column_of_other_things_is_told_once(
+def test_a_column_of_another_type_is_reported_once(
     tmp_path: Path, values: list, kind: Any, what: str
 ) -> None:
     root = saved(tmp_path / "a", [0, 1, 0, 1], Value("int64"), odd=(values, kind))
@@ -246,8 +246,8 @@ def test_the_column_of_the_images_may_be_called_label(tmp_path: Path) -> None:
     Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / "a")
     columns = {"image_column": "label", "label_column": "image"}
     assert labels_of(tmp_path / "a", **columns) == [0, 1, 1, 0]
-    other = saved(tmp_path / "b", [5, 5, 5, 5], Value("int64"), truth=([0, 1, 1, 0], Value("int8")))
-    assert labels_of(other, label_column="truth") == [0, 1, 1, 0]
+    root = saved(tmp_path / "b", [5, 5, 5, 5], Value("int64"), truth=([0, 1, 1, 0], Value("int8")))
+    assert labels_of(root, label_column="truth") == [0, 1, 1, 0]
 
 
 # ---- Domains ----
@@ -259,8 +259,8 @@ def test_an_image_without_a_domain_is_left_out(tmp_path: Path) -> None:
     root = saved(tmp_path / "a", labels, Value("int64"), domain=(domains, Value("string")))
     config = data(root, classes="cat,dog", partition="domain")
     assert count_left_out(config, node(0)) == {"no domain": 1}
-    held = [image_labels(config, node(part), "train", 0) for part in (0, 1)]
-    assert [len(part) for part in held] == [2, 2]
+    client_labels = [image_labels(config, node(part), "train", 0) for part in (0, 1)]
+    assert [len(part) for part in client_labels] == [2, 2]
     assert [domain_name(config, node(part), 0) for part in (0, 1)] == ["a", "b"]
 
 
@@ -300,8 +300,8 @@ def test_domains_that_read_alike_are_clients_by_number(
     config = data(root, classes="cat,dog", partition="domain")
     assert [client_name(config, node(part), 0) for part in (0, 1)] == names
     command = ["data", "check", "data.name=hf:owner/toy", f"data.root={root}", "num-clients=2"]
-    told = CliRunner().invoke(app, [*command, "data.classes=cat,dog"], env={"COLUMNS": "300"})
-    rows = [line for line in told.output.splitlines() if "2 of 2" in line]
+    result = CliRunner().invoke(app, [*command, "data.classes=cat,dog"], env={"COLUMNS": "300"})
+    rows = [line for line in result.output.splitlines() if "2 of 2" in line]
     assert [name in row for name, row in zip(names, rows, strict=True)] == [True, True]
 
 
@@ -400,7 +400,7 @@ def test_stored_names_that_are_no_classes_names_are_refused(
     ("settings", "clients"),
     [({"partition": "iid"}, 4), ({"partition": "label", "shards_per_client": 1}, 4)],
 )
-def test_a_client_without_a_test_image_is_told_what_to_set(
+def test_a_client_without_a_test_image_gets_a_hint(
     tmp_path: Path, settings: dict[str, Any], clients: int
 ) -> None:
     config = data(saved(tmp_path / "a", [0, 0, 1, 1], NAMES), classes="cat,dog", **settings)

@@ -77,8 +77,8 @@ def test_images_beside_patients_are_cut_one_by_one(tmp_path: Path) -> None:
         grey(tmp_path / "train" / "cat" / f"{number}.png", number)
         grey(tmp_path / "train" / "dog" / f"{number}.png", number)
     place = NodeConfig(data_dir=str(tmp_path))
-    held = Counter(label for _, label in list_folder(FOLDER, place, "test"))
-    assert held == {0: 4, 1: 4}
+    counts = Counter(label for _, label in list_folder(FOLDER, place, "test"))
+    assert counts == {0: 4, 1: 4}
     grey(tmp_path / "train" / "dog" / "Ada" / "1.png", 1)
     assert len(list_folder(FOLDER, place, "train")) + len(list_folder(FOLDER, place, "test")) == 41
 
@@ -122,16 +122,18 @@ def test_a_site_that_demands_a_guarantee_needs_a_test_folder(tmp_path: Path) -> 
 def test_the_check_and_a_run_tell_of_the_share(tmp_path: Path) -> None:
     site(tmp_path / "north")
     for command in (["data", "check"], ["run", "--dry-run", "method=local", *BLANK]):
-        told = CliRunner().invoke(app, [*command, *settings(tmp_path, 1)], env={"COLUMNS": "300"})
-        words = " ".join(told.output.split())
-        assert told.exit_code == 0, told.output
+        result = CliRunner().invoke(app, [*command, *settings(tmp_path, 1)], env={"COLUMNS": "300"})
+        words = " ".join(result.output.split())
+        assert result.exit_code == 0, result.output
         assert f"north: {tmp_path / 'north'} has no folder test/; data.test-share = 0.2" in words
 
 
 # ---- A patient in training and in test ----
 
 
-def test_a_patient_on_both_sides_is_told_with_clients_and_folders(tmp_path: Path) -> None:
+def test_a_patient_in_training_and_test_is_reported_with_clients_and_folders(
+    tmp_path: Path,
+) -> None:
     for client in ("north", "south"):
         for split in ("train", "test"):
             grey(tmp_path / client / split / "cat" / f"{client} {split}" / "1.png", 1)
@@ -149,9 +151,9 @@ def test_a_patient_on_both_sides_is_told_with_clients_and_folders(tmp_path: Path
         f"test of south ({tmp_path}/south/test/cat/Bea)"
     )
     for command in (["data", "check"], ["run", "--dry-run", "method=local", *BLANK]):
-        told = CliRunner().invoke(app, [*command, *settings(tmp_path, 2)], env={"COLUMNS": "900"})
-        words = " ".join(told.output.split())
-        assert told.exit_code == 0, told.output
+        result = CliRunner().invoke(app, [*command, *settings(tmp_path, 2)], env={"COLUMNS": "900"})
+        words = " ".join(result.output.split())
+        assert result.exit_code == 0, result.output
         assert "groups (such as patients) with images in both training and test: 2" in words
         assert ada in words
         assert bea in words
@@ -189,11 +191,11 @@ def test_a_key_that_folders_do_not_have_is_refused(
     tmp_path: Path, key: str, value: object, fix: str
 ) -> None:
     site(tmp_path / "a")
-    given = [*settings(tmp_path, 1), f"{key}={value}"]
+    arguments = [*settings(tmp_path, 1), f"{key}={value}"]
     for command in (["data", "check"], ["run", "--dry-run", "method=local", *BLANK]):
-        told = CliRunner().invoke(app, [*command, *given], env={"COLUMNS": "400"})
-        words = " ".join(told.output.split())
-        assert told.exit_code == 1
+        result = CliRunner().invoke(app, [*command, *arguments], env={"COLUMNS": "400"})
+        words = " ".join(result.output.split())
+        assert result.exit_code == 1
         assert f"{key} = {value!r}: has no effect" in words
         assert fix in words
 
@@ -213,7 +215,7 @@ def leave(folder: Path) -> None:
         (folder / name / "._2.png").write_bytes(b"\x00\x05\x16\x07 no picture")
 
 
-def test_what_systems_leave_is_passed_over(tmp_path: Path) -> None:
+def test_files_of_operating_systems_are_ignored(tmp_path: Path) -> None:
     site(tmp_path / "north")
     site(tmp_path / "north", "test")
     before = load_images(FOLDER, NodeConfig(data_dir=str(tmp_path / "north")), "train", 0)
@@ -226,9 +228,9 @@ def test_what_systems_leave_is_passed_over(tmp_path: Path) -> None:
     after = load_images(config, place, "train", 0)
     assert after.pixels.equal(before.pixels)  # type: ignore[union-attr,arg-type]
     for command in (["data", "check"], ["run", "--dry-run", "method=local", *BLANK]):
-        told = CliRunner().invoke(app, [*command, *settings(tmp_path, 1)], env={"COLUMNS": "300"})
-        assert told.exit_code == 0, told.output
-        assert not any(name in told.output for name in ("humbs", "._", "MACOSX", "eaDir"))
+        result = CliRunner().invoke(app, [*command, *settings(tmp_path, 1)], env={"COLUMNS": "300"})
+        assert result.exit_code == 0, result.output
+        assert not any(name in result.output for name in ("humbs", "._", "MACOSX", "eaDir"))
 
 
 # ---- Images that cannot be read ----
@@ -241,13 +243,13 @@ def test_a_dry_run_names_a_file_that_is_no_picture(tmp_path: Path, split: str) -
         site(tmp_path / "south", side)
     broken = tmp_path / "south" / split / "dog" / "P 3" / "0.png"
     broken.write_bytes(b"<html>")
-    given = [*settings(tmp_path, 2), "method=local", *BLANK]
-    told = CliRunner().invoke(app, ["run", "--dry-run", *given], env={"COLUMNS": "400"})
-    assert told.exit_code == 1
-    assert f"{broken}: not a readable image" in " ".join(told.output.split())
+    arguments = [*settings(tmp_path, 2), "method=local", *BLANK]
+    result = CliRunner().invoke(app, ["run", "--dry-run", *arguments], env={"COLUMNS": "400"})
+    assert result.exit_code == 1
+    assert f"{broken}: not a readable image" in " ".join(result.output.split())
 
 
-def test_floating_point_pixels_are_found_before_a_run(tmp_path: Path) -> None:
+def test_floating_point_pixels_are_reported_before_a_run(tmp_path: Path) -> None:
     site(tmp_path / "a")
     site(tmp_path / "a", "test")
     Image.new("F", (8, 8), 0.5).save(tmp_path / "a" / "train" / "cat" / "x.tif")

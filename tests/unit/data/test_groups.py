@@ -11,13 +11,13 @@ from datasets import Image as ImageColumn
 from PIL import Image
 from typer.testing import CliRunner
 
-from osfl.cli import launch
 from osfl.cli.main import app
 from osfl.config import DataConfig, NodeConfig
 from osfl.data.load import load_images
 from osfl.data.named import load_rows
 from osfl.data.partition import DataError, Rows, node_rows
 from osfl.data.parts import check_clients, check_images, list_folder
+from osfl.launch import flower as launch
 from tests.helpers.image_folders import FOLDER, grey
 from tests.helpers.named_data import data, node
 
@@ -68,14 +68,14 @@ def test_a_group_stays_with_one_client_on_one_side(root: Path, partition: str, s
 
 
 def test_without_the_column_patients_are_on_both_sides(root: Path) -> None:
-    """What the key is for."""
+    """The purpose of the key."""
     config = data(root, classes="cat,dog", partition="iid")
-    held = {}
+    patients = {}
     for split in ("train", "test"):
         pixels = load_images(config, node(0, 1), split, 0).pixels
         numbers = pixels[:, 0, 0, 0].tolist()
-        held[split] = set(np.array(scans()["patient"], dtype=object)[numbers]) - {None}
-    assert held["train"] & held["test"]
+        patients[split] = set(np.array(scans()["patient"], dtype=object)[numbers]) - {None}
+    assert patients["train"] & patients["test"]
 
 
 @pytest.mark.parametrize("share", [0.1, 0.2, 0.5])
@@ -83,11 +83,11 @@ def test_a_share_by_group_is_near_the_share_of_each_class(root: Path, share: flo
     config = data(
         root, classes="cat,dog", partition="iid", group_column="patient", test_share=share
     )
-    whole = Counter(scans()["label"])
+    totals = Counter(scans()["label"])
     for seed in range(5):
         test = Counter(load_rows(config, node(0, 1), "test", seed)["label"])
         for label in (0, 1):
-            assert abs(test[label] - share * whole[label]) <= 3
+            assert abs(test[label] - share * totals[label]) <= 3
 
 
 def test_a_part_is_shared_out_by_group_too(root: Path) -> None:
@@ -124,9 +124,9 @@ def test_a_group_at_two_clients_is_refused(tmp_path: Path, partition: str, split
         "patient": [f"P {number // 2}" for number in range(16)],
     }
     apart = Dataset.from_dict(columns)
-    others = {**columns, "patient": [f"Q {number // 2}" for number in range(16)]}
-    held_out = Dataset.from_dict(others)
-    alone = {**others, "patient": ["Ada", "", "", *["Q"] * 5, "", *["R"] * 6, "Ada"]}
+    other_columns = {**columns, "patient": [f"Q {number // 2}" for number in range(16)]}
+    held_out = Dataset.from_dict(other_columns)
+    alone = {**other_columns, "patient": ["Ada", "", "", *["Q"] * 5, "", *["R"] * 6, "Ada"]}
     parts = {"train": apart, "test": held_out}
     settings = {"classes": "cat,dog", "partition": partition, "group_column": "patient"}
     DatasetDict(parts).save_to_disk(tmp_path / "apart")
@@ -231,36 +231,39 @@ def digits(*settings: str) -> list[str]:
     return ["classifier.init=none", "global-model.init=none", "method=local", *settings]
 
 
+IMPOSSIBLE = [
+    (
+        ["data.partition=label", "num-clients=100", "data.shards-per-client=50"],
+        "data.shards-per-client = 50: 600 images cannot be cut into 5000 shards. Set "
+        "data.shards-per-client to at most 6, or num-clients to at most 12",
+    ),
+    (["data.partition=iid", "num-clients=601"], "set num-clients to at most 600"),
+    (
+        ["data.partition=dirichlet", "num-clients=400", "data.alpha=0.01"],
+        "leave a client without any. Set num-clients to at most",
+    ),
+]
+
+
+# One of them is enough for a run, which checks the same in a process of its own
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("settings", "problem"),
-    [
-        (
-            ["data.partition=label", "num-clients=100", "data.shards-per-client=50"],
-            "data.shards-per-client = 50: 600 images cannot be cut into 5000 shards. Set "
-            "data.shards-per-client to at most 6, or num-clients to at most 12",
-        ),
-        (["data.partition=iid", "num-clients=601"], "set num-clients to at most 600"),
-        (
-            ["data.partition=dirichlet", "num-clients=400", "data.alpha=0.01"],
-            "leave a client without any. Set num-clients to at most",
-        ),
-    ],
+    ("command", "settings", "problem"),
+    [*((["data", "check"], *row) for row in IMPOSSIBLE), (["run"], *IMPOSSIBLE[0])],
 )
-@pytest.mark.parametrize("command", [["data", "check"], ["run"]])
-def test_a_partition_that_cannot_be_is_told_before_a_run_starts(
+def test_an_impossible_partition_is_reported_before_a_run_starts(
     command: list[str], settings: list[str], problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def starts(*_: object) -> None:
         raise AssertionError("the SuperLink starts")
 
     monkeypatch.setattr(launch, "local_superlink", starts)
-    told = CliRunner().invoke(app, [*command, *digits(*settings)], env={"COLUMNS": "400"})
-    assert told.exit_code == 1
-    assert problem in " ".join(told.output.split())
+    result = CliRunner().invoke(app, [*command, *digits(*settings)], env={"COLUMNS": "400"})
+    assert result.exit_code == 1
+    assert problem in " ".join(result.output.split())
 
 
-def test_the_largest_values_that_are_told_work(tmp_path: Path) -> None:
+def test_the_largest_values_in_an_error_work(tmp_path: Path) -> None:
     """12 images among five clients: two shards each, or four clients of three."""
     columns = {"image": [Image.new("RGB", (8, 8))] * 12, "label": [0, 1] * 6}
     Dataset.from_dict(columns).save_to_disk(tmp_path / "a")
@@ -270,8 +273,8 @@ def test_the_largest_values_that_are_told_work(tmp_path: Path) -> None:
             check_images(replace(config, shards_per_client=shards), node(0, clients), 0)
     for clients, shards in ((5, 2), (4, 3)):
         chosen = replace(config, shards_per_client=shards)
-        held = [len(load_rows(chosen, node(part, clients), "train", 0)) for part in range(clients)]
-        assert min(held) > 0
+        sizes = [len(load_rows(chosen, node(part, clients), "train", 0)) for part in range(clients)]
+        assert min(sizes) > 0
     uneven = replace(config, partition="dirichlet", alpha=0.01)
     with pytest.raises(DataError, match="Set num-clients to at most") as caught:
         check_images(uneven, node(0, 11), 0)

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from sklearn.datasets import load_digits
 
 from osfl.config import NodeConfig
-from osfl.data.digits import IMAGES_PER_CLASS, load_split, split_sources
+from osfl.data.digits import IMAGES_PER_CLASS, load_scans, load_split, split_sources
 from osfl.data.load import (
     _digits_partition,
     count_images,
@@ -25,6 +26,13 @@ from osfl.data.render import DOMAIN_SLICES, STYLES, WHOLE_STYLE, render
 from tests.helpers.image_folders import DIGITS, FOLDER, make_folder
 from tests.helpers.settings import ROOT
 from tests.helpers.small_digits import public_digits
+
+
+def test_scans_are_scikit_learns() -> None:
+    images, labels = load_scans()
+    expected = load_digits()
+    assert np.array_equal(images, expected.images)
+    assert np.array_equal(labels, expected.target)
 
 
 def test_no_scan_is_in_two_splits() -> None:
@@ -42,36 +50,36 @@ def test_splits_hold_what_the_table_says() -> None:
     test = load_split("test")
     assert len(private) == 6 * 10 * IMAGES_PER_CLASS
     assert len(test) == 6 * 300
-    assert len(set(private["source"])) == len(private)  # each scan belongs to one client
-    assert set(private["source"]).isdisjoint(test["source"])
-    assert set(private["caption"]) == {""}
+    assert len(set(private.sources)) == len(private)  # each scan belongs to one client
+    assert set(private.sources).isdisjoint(test.sources)
+    assert set(private.captions) == {""}
 
 
 def test_validation_is_drawn_anew_from_public_scans_alone() -> None:
-    """As the test, image for image: 30 scans a class in each domain.
-
-    In no client's data, and no test's.
-    """
-    made = load_split("validation")
+    """Validation equals no test or client image: 30 scans a class in each domain."""
+    validation = load_split("validation")
     test = load_split("test")
-    assert len(made) == len(test) == 6 * 300
-    assert sorted(made["domain"]) == sorted(test["domain"])
+    assert len(validation) == len(test) == 6 * 300
+    assert sorted(validation.domains) == sorted(test.domains)
     for domain in STYLES:
-        pairs = [row for row in zip(made["domain"], made["label"], strict=True) if row[0] == domain]
+        pairs = [
+            row
+            for row in zip(validation.domains, validation.labels.tolist(), strict=True)
+            if row[0] == domain
+        ]
         assert Counter(pairs) == {(domain, label): 30 for label in range(10)}
     public = set(split_sources()["public"].tolist())
-    assert set(made["source"]) <= public
-    assert set(made["source"]).isdisjoint({*load_split("private")["source"], *test["source"]})
+    assert set(validation.sources) <= public
+    assert set(validation.sources).isdisjoint({*load_split("private").sources, *test.sources})
     images = [
         load_images(DIGITS, NodeConfig(partition_id=k, num_partitions=6), "validation", 0)
         for k in range(6)
     ]
     # partitions are the domains in the alphabet's order
-    for held, domain in zip(images, sorted(STYLES), strict=True):
-        drawn = made.select(np.flatnonzero(np.array(made["domain"]) == domain))
-        wanted = np.stack([np.array(image) for image in drawn["image"]]).transpose(0, 3, 1, 2)
-        assert np.array_equal(held.pixels.numpy(), wanted)
-        assert held.labels.tolist() == list(drawn["label"])
+    for client_images, domain in zip(images, sorted(STYLES), strict=True):
+        drawn = validation.select(np.flatnonzero(np.array(validation.domains) == domain))
+        assert np.array_equal(client_images.pixels.numpy(), drawn.images.transpose(0, 3, 1, 2))
+        assert client_images.labels.tolist() == drawn.labels.tolist()
 
 
 @pytest.mark.parametrize(
@@ -83,33 +91,41 @@ def test_validation_is_drawn_anew_from_public_scans_alone() -> None:
 )
 def test_drawings_are_fixed_for_ever(split: str, digest: str) -> None:
     """A change here changes every figure."""
-    found = hashlib.sha256()
-    for row in load_split(split):
-        found.update(row["image"].tobytes())
-        about = [row["label"], row["domain"], row["source"], row["caption"]]
-        found.update(json.dumps(about).encode())
-    assert found.hexdigest() == digest
+    sha256 = hashlib.sha256()
+    drawings = load_split(split)
+    for number in range(len(drawings)):
+        sha256.update(drawings.images[number].tobytes())
+        metadata = [
+            int(drawings.labels[number]),
+            drawings.domains[number],
+            int(drawings.sources[number]),
+            drawings.captions[number],
+        ]
+        sha256.update(json.dumps(metadata).encode())
+    assert sha256.hexdigest() == digest
 
 
 def test_public_corpus_is_long_tailed() -> None:
     public = public_digits(load_split)
-    domains = np.array(public["domain"])
-    captions = np.array(public["caption"])
+    domains = np.array(public.domains)
+    captions = np.array(public.captions)
     photo = domains == "photo"
     assert abs(photo.mean() - 0.75) < 0.02
     names_style = np.array([any(s in c for s in STYLES) for c in captions])
     assert abs(names_style[photo].mean() - 0.12) < 0.02
     assert abs(names_style[~photo].mean() - 0.88) < 0.03
-    assert set(public["source"]) <= set(split_sources()["public"].tolist())
+    assert set(public.sources) <= set(split_sources()["public"].tolist())
 
 
 def test_drawing_is_deterministic() -> None:
     source = np.linspace(0, 1, 64).reshape(8, 8)
     for style in STYLES:
-        one, two = (render(source, style, WHOLE_STYLE, np.random.default_rng(3)) for _ in range(2))
-        assert one.shape == (32, 32, 3)
-        assert one.dtype == np.uint8
-        assert np.array_equal(one, two)
+        first_image, second_image = (
+            render(source, style, WHOLE_STYLE, np.random.default_rng(3)) for _ in range(2)
+        )
+        assert first_image.shape == (32, 32, 3)
+        assert first_image.dtype == np.uint8
+        assert np.array_equal(first_image, second_image)
 
 
 # Hues are a circle
@@ -157,7 +173,7 @@ def test_skews_are_what_they_are_called() -> None:
     assert counts.max() > 3 * counts.float().mean()
 
 
-def test_a_client_beyond_the_data_is_told() -> None:
+def test_a_client_beyond_the_data_is_reported() -> None:
     with pytest.raises(DataError, match=r"partition-id = 6: the data has 6 parts.*no data"):
         load_images(DIGITS, NodeConfig(partition_id=6, num_partitions=7), "train", 0)
     with pytest.raises(DataError, match="requires node-config partition-id"):
@@ -171,7 +187,7 @@ def test_an_equal_share_has_every_class_and_domain(partition: str, split: str) -
     part = _digits_partition(
         replace(DIGITS, partition=partition), NodeConfig(partition_id=0, num_partitions=6), split, 0
     )
-    assert (set(part["domain"]), set(part["label"])) == (set(STYLES), set(range(10)))
+    assert (set(part.domains), set(part.labels)) == (set(STYLES), set(range(10)))
 
 
 @pytest.mark.parametrize(
@@ -187,10 +203,10 @@ def test_label_skew_is_of_labels_alone(partition: str, alpha: float) -> None:
         part = _digits_partition(
             data, NodeConfig(partition_id=client, num_partitions=6), "train", 0
         )
-        shares = np.array([part["domain"].count(style) for style in STYLES]) / len(part)
+        shares = np.array([part.domains.count(style) for style in STYLES]) / len(part)
         assert all((shares > 0.03) & (shares < 0.35)), (client, shares)
         if alpha == 1e6:
-            assert (set(part["domain"]), set(part["label"])) == (set(STYLES), set(range(10)))
+            assert (set(part.domains), set(part.labels)) == (set(STYLES), set(range(10)))
 
 
 def test_images_of_every_mode_become_rgb(tmp_path) -> None:  # type: ignore[no-untyped-def]
@@ -236,14 +252,14 @@ def pictures(count: int) -> list[Image.Image]:
 
 
 def test_a_site_leaves_small_classes_out_of_training(tmp_path: Path) -> None:
-    """Of two cats and three dogs, at least three: the dogs alone. Tests are as they were."""
+    """Two cats and three dogs with at least three: the dogs alone. Tests do not change."""
     node = make_folder(tmp_path, cat=pictures(2), dog=pictures(3))
     (tmp_path / "test").symlink_to(tmp_path / "train")
     assert load_images(FOLDER, replace(node, min_class_images=2), "train", 0).held() == [0, 1]
     strict = replace(node, min_class_images=3)
-    kept = load_images(FOLDER, strict, "train", 0)
-    assert kept.labels.tolist() == [1, 1, 1]
-    assert kept.pixels[:, 0, 0, 0].tolist() == [10, 11, 12]
+    images = load_images(FOLDER, strict, "train", 0)
+    assert images.labels.tolist() == [1, 1, 1]
+    assert images.pixels[:, 0, 0, 0].tolist() == [10, 11, 12]
     assert image_labels(FOLDER, strict, "train", 0) == [1, 1, 1]
     assert count_images(FOLDER, strict, "train", 0) == 3
     assert small_classes(FOLDER, strict, 0) == [0]
@@ -252,7 +268,7 @@ def test_a_site_leaves_small_classes_out_of_training(tmp_path: Path) -> None:
     check_images(FOLDER, strict, 0)
 
 
-def test_a_site_without_a_class_that_is_large_enough_is_told(tmp_path: Path) -> None:
+def test_a_site_without_a_large_enough_class_is_reported(tmp_path: Path) -> None:
     """When it joins; of the digits, when it trains."""
     node = make_folder(tmp_path, cat=pictures(2), dog=pictures(3))
     (tmp_path / "test").symlink_to(tmp_path / "train")

@@ -26,10 +26,10 @@ from tests.helpers.settings import defaults
 
 @pytest.fixture(scope="module")
 def parquet(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As the hub has it: a card with the features, and a parquet file of each split."""
+    """Files like the hub's: a card with the features, and a parquet file of each split."""
     folder = tmp_path_factory.mktemp("data") / "toy"
-    whole = DatasetDict(train=rows(), test=rows(4))
-    for split, part in whole.items():
+    splits = DatasetDict(train=rows(), test=rows(4))
+    for split, part in splits.items():
         (folder / "data").mkdir(parents=True, exist_ok=True)
         part.to_parquet(folder / "data" / f"{split}-00000-of-00001.parquet")
     return folder
@@ -38,27 +38,27 @@ def parquet(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pictures(config: DataConfig, place: NodeConfig, split: str, seed: int = 0) -> set[tuple]:
     """The pictures of a node, each as (domain, class, number)."""
     images = load_images(config, place, split, seed)
-    found = set()
+    triples = set()
     for pixels, label in zip(images.pixels, images.labels.tolist(), strict=True):
         red, green, blue = pixels[:, 0, 0].tolist()
         assert green == label * 50
-        found.add((red // 100, label, blue))
-    assert len(found) == len(images)
-    return found
+        triples.add((red // 100, label, blue))
+    assert len(triples) == len(images)
+    return triples
 
 
 def everything(each: int = EACH) -> set[tuple]:
-    found = set()
+    triples = set()
     for domain in range(len(DOMAINS)):
         for label in range(len(CLASSES)):
-            found |= {(domain, label, number) for number in range(each)}
-    return found
+            triples |= {(domain, label, number) for number in range(each)}
+    return triples
 
 
 def test_a_domain_is_a_client_and_a_share_is_its_test(parquet: Path) -> None:
     """Ten images of a class, test-share 0.2: two of each class are tests, eight are not."""
     config = data(parquet)
-    seen = set()
+    all_pictures = set()
     for part, domain in enumerate(["Clipart", "Real_World"]):
         train = pictures(config, node(part), "train")
         test = pictures(config, node(part), "test")
@@ -66,8 +66,8 @@ def test_a_domain_is_a_client_and_a_share_is_its_test(parquet: Path) -> None:
         assert train | test == {picture for picture in everything() if picture[0] == part}
         assert Counter(label for _, label, _ in test) == {0: 2, 1: 2, 2: 2}
         assert domain_name(config, node(part), 0) == domain
-        seen |= train | test
-    assert seen == everything()
+        all_pictures |= train | test
+    assert all_pictures == everything()
 
 
 @pytest.mark.parametrize("classes", ["alarm_clock,Dog,mouse", "mouse,Dog,alarm_clock", "Dog,mouse"])
@@ -78,8 +78,8 @@ def test_the_test_share_is_the_same_whatever_the_run(parquet: Path, classes: str
     for seed in (0, 1, 8):
         tests = load_rows(data(parquet, classes=classes), node(0), "test", seed)["image"]
         images = [Image.open(BytesIO(image["bytes"])) for image in tests]
-        found = {tuple(image.getpixel((0, 0))) for image in images}
-        assert found == {(0, label * 50, number) for _, label, number in stored if label in places}
+        pixels = {tuple(image.getpixel((0, 0))) for image in images}
+        assert pixels == {(0, label * 50, number) for _, label, number in stored if label in places}
 
 
 def test_a_split_is_not_both_trained_on_and_tested_on(parquet: Path, tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_a_split_is_not_both_trained_on_and_tested_on(parquet: Path, tmp_path: P
         load_images(data(train_split="test"), site, "train", 0)
 
 
-def test_nobody_has_a_domain_whose_images_are_of_several(parquet: Path) -> None:
+def test_a_client_of_several_domains_has_no_domain(parquet: Path) -> None:
     config = data(parquet, partition="iid")
     assert domain_name(config, node(0), 0) == ""
 
@@ -111,7 +111,7 @@ def test_partitions_are_disjoint_and_complete(parquet: Path, partition: str) -> 
         assert sum(map(len, parts)) == len(everything(each))
         assert set.union(*parts) == everything(each)
         if partition == "iid" or split == "test":
-            # Mixed before they are cut: nobody has one class or domain alone
+            # Shuffled before they are cut: no client has one class or domain alone
             assert all(len({p[0] for p in part}) == 2 for part in parts)
             assert all(len({p[1] for p in part}) == 3 for part in parts)
         if split == "test":
@@ -120,8 +120,8 @@ def test_partitions_are_disjoint_and_complete(parquet: Path, partition: str) -> 
 
 def test_a_few_classes_each_are_label_skew(parquet: Path) -> None:
     config = data(parquet, partition="label", shards_per_client=1, test_split="test")
-    held = [set(image_labels(config, node(part, 3), "train", 0)) for part in range(3)]
-    assert sorted(map(tuple, held)) == [(0,), (1,), (2,)]
+    client_classes = [set(image_labels(config, node(part, 3), "train", 0)) for part in range(3)]
+    assert sorted(map(tuple, client_classes)) == [(0,), (1,), (2,)]
     several = data(parquet, partition="label", shards_per_client=5, test_split="test")
     counts = [Counter(image_labels(several, node(part, 3), "train", 0)) for part in range(3)]
     assert all(len(count) > 1 for count in counts)
@@ -158,7 +158,7 @@ def test_a_cap_is_of_each_class_and_by_the_seed(parquet: Path) -> None:
     assert len(pictures(config, node(0), "test")) == 12
 
 
-def test_classes_are_told_by_their_stored_names(parquet: Path) -> None:
+def test_classes_have_their_stored_names(parquet: Path) -> None:
     """In the run's order, and those that are not the run's stay out."""
     config = data(parquet, classes="mouse,alarm_clock")
     images = load_images(config, node(0), "train", 0)
@@ -220,7 +220,7 @@ def test_a_node_takes_a_part_that_flwr_datasets_saved(tmp_path: Path) -> None:
 
 
 def test_counting_and_joining_open_no_image(tmp_path: Path) -> None:
-    """The rows hold no image at all, only bytes that nobody can decode."""
+    """The rows hold no image, only bytes that cannot be decoded."""
     broken = Dataset.from_dict(
         {
             "image": [{"bytes": b"no image", "path": None}] * 8,
@@ -243,19 +243,19 @@ def test_more_images_than_memory_are_decoded_as_they_are_taken(
     parquet: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = data(parquet)
-    held = load_images(config, node(0), "train", 0)
-    monkeypatch.setattr("osfl.data.load.MAX_DECODED_BYTES", held.pixels.nbytes - 1)
+    images = load_images(config, node(0), "train", 0)
+    monkeypatch.setattr("osfl.data.load.MAX_DECODED_BYTES", images.pixels.nbytes - 1)
     lazy = load_images(config, node(0), "train", 0)
     assert isinstance(lazy.pixels, LazyPixels)
-    assert torch.equal(lazy.labels, held.labels)
-    order = torch.randperm(len(held))
-    assert torch.equal(lazy.pixels[order], held.pixels[order])
-    assert torch.equal(torch.cat(list(lazy.pixels.split(7))), held.pixels)
+    assert torch.equal(lazy.labels, images.labels)
+    order = torch.randperm(len(images))
+    assert torch.equal(lazy.pixels[order], images.pixels[order])
+    assert torch.equal(torch.cat(list(lazy.pixels.split(7))), images.pixels)
     assert lazy.pixels.to(torch.device("meta"))[order].device.type == "meta"
-    both = concatenate([lazy.pixels, held.pixels])
+    both = concatenate([lazy.pixels, images.pixels])
     backwards = torch.arange(len(both)).flip(0)
-    assert torch.equal(both[backwards], torch.cat([held.pixels, held.pixels]).flip(0))
-    assert torch.equal(torch.cat(list(lazy.batches(7))), torch.cat(list(held.batches(7))))
+    assert torch.equal(both[backwards], torch.cat([images.pixels, images.pixels]).flip(0))
+    assert torch.equal(torch.cat(list(lazy.batches(7))), torch.cat(list(images.batches(7))))
 
 
 @pytest.mark.parametrize(
@@ -268,7 +268,7 @@ def test_more_images_than_memory_are_decoded_as_they_are_taken(
         ({"test_split": "valid"}, "data.test-split = 'valid': .* the splits train, test"),
     ],
 )
-def test_what_the_data_set_lacks_is_named(parquet: Path, settings: dict, message: str) -> None:
+def test_missing_splits_and_columns_are_named(parquet: Path, settings: dict, message: str) -> None:
     with pytest.raises(DataError, match=message):
         check_images(data(parquet, **settings), node(0), 0)
 
@@ -294,7 +294,7 @@ def test_names_and_revisions() -> None:
 
 
 def test_the_share_is_at_least_one_of_two() -> None:
-    """Of one image nothing is held out, of two one, of ten with 0.99 nine."""
+    """One image of one holds nothing out, two one, ten with 0.99 nine."""
     labels = np.array([0, 1, 1, *[2] * 10])
     test = shares._share(np.arange(13), labels, 0.01, "test")
     assert Counter(labels[test].tolist()) == {1: 1, 2: 1}
@@ -303,7 +303,9 @@ def test_the_share_is_at_least_one_of_two() -> None:
 
 
 def test_a_client_is_called_as_its_domain(parquet: Path, tmp_path: Path) -> None:
-    """Where the data set is cut by domain; a hospital's number alone says nothing."""
+    """Only a data set that is partitioned by domain names clients; a hospital's number says
+    nothing.
+    """
     config = data(parquet, partition="domain")
     assert [client_name(config, node(part), 0) for part in (0, 1)] == ["Clipart", "Real_World"]
     assert client_name(data(parquet, partition="iid"), node(1), 0) == "client-1"

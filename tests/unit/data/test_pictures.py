@@ -17,6 +17,7 @@ from osfl.cli.main import app
 from osfl.config import NodeConfig, RunConfig
 from osfl.data import pictures
 from osfl.data.load import load_images
+from osfl.data.near_duplicates import group_near_duplicates
 from osfl.data.partition import DataError
 from osfl.data.pictures import open_image, open_stored_image, to_pixels, traits_of
 from osfl.models.encoders import ImageEncoder
@@ -106,7 +107,7 @@ def test_a_scan_beyond_our_own_limit_says_so(
 
 
 def uncut(image: Image.Image, size: int) -> torch.Tensor:
-    """As before: all of the picture resized, then cut."""
+    """The whole picture resized, then cut, as before."""
     pixels = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1).contiguous()
     resized = functional.resize(pixels, [size], antialias=True)
     return functional.center_crop(resized, [size, size])
@@ -154,9 +155,9 @@ def test_a_line_of_pixels_takes_little_memory(tmp_path: Path) -> None:
     encoder: ImageEncoder = load_image_encoder(str(save_clip(tmp_path)), torch.device("cpu"))
     to_pixels(noise(24, 20), 512)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for made in (to_pixels(line, 512), to_pixels(line, encoder.fit)):
-        assert (made[0] == 255).all()
-        assert (made[1] == 0).all()
+    for pixels in (to_pixels(line, 512), to_pixels(line, encoder.fit)):
+        assert (pixels[0] == 255).all()
+        assert (pixels[1] == 0).all()
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000
 
 
@@ -177,7 +178,7 @@ def waves(seed: int) -> np.ndarray:
 
 @pytest.mark.parametrize("read", ["16 bits", "lab", "transparent", "turned", "float"])
 def test_the_check_reads_and_refuses_what_a_run_does(read: str, tmp_path: Path) -> None:
-    made = {
+    picture = {
         "16 bits": Image.fromarray(waves(0).astype(np.uint16)),
         "lab": noise(24, 20).convert("LAB"),
         "transparent": Image.new("RGBA", (8, 8), (255, 0, 0, 0)),
@@ -189,29 +190,29 @@ def test_the_check_reads_and_refuses_what_a_run_does(read: str, tmp_path: Path) 
     exif = Image.Exif()
     if read == "turned":
         exif[0x0112] = 6
-    made.save(folder / "a.tif", exif=exif)
+    picture.save(folder / "a.tif", exif=exif)
     config = run_config(tmp_path)
     node = NodeConfig(partition_id=0, num_partitions=1)
-    found = inspect_split(config, node, "train")
+    inspection = inspect_split(config, node, "train")
     try:
         load_images(replace(FOLDER, root=str(tmp_path)), node, "train", 0)
     except DataError as error:
-        assert [str(error)] == found.broken
+        assert [str(error)] == inspection.broken
         assert read == "float"
         return
-    assert found.broken == []
-    assert list(found.sizes) == [(20, 24) if read == "turned" else made.size]
+    assert inspection.broken == []
+    assert list(inspection.sizes) == [(20, 24) if read == "turned" else picture.size]
 
 
 def test_different_pictures_of_16_bits_do_not_look_alike(tmp_path: Path) -> None:
-    hashes = []
+    rows = []
     for seed in range(6):
         image = Image.fromarray(waves(seed).astype(np.uint16))
         make_folder(tmp_path / str(seed) / "a", cat=[image])
         node = NodeConfig(partition_id=0, num_partitions=1)
-        found = inspect_split(run_config(tmp_path / str(seed)), node, "train")
-        hashes += list(found.hashes.values())
-    assert len({values.tobytes() for values in hashes}) == 6
+        inspection = inspect_split(run_config(tmp_path / str(seed)), node, "train")
+        rows += list(inspection.thumbnails.values())
+    assert len(set(group_near_duplicates(torch.stack(rows)).tolist())) == 6
 
 
 def colours_of_16_bits(top: int) -> bytes:
@@ -231,7 +232,7 @@ def colours_of_16_bits(top: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + parts
 
 
-def test_12_bits_in_files_of_16_and_frames_are_told_apart() -> None:
+def test_12_bits_in_files_of_16_and_frames_are_distinguished() -> None:
     draw = np.random.default_rng(0)
     for top, is_dark in ((4096, True), (60_000, False)):
         grey = Image.fromarray(draw.integers(0, top, (20, 24), dtype=np.uint16))
@@ -259,9 +260,9 @@ def test_the_check_counts_frames_and_dark_files(tmp_path: Path) -> None:
         tmp_path / "a" / "test" / "cat" / "stack.tif", save_all=True, append_images=stack[1:]
     )
     command = ["data", "check", "data.name=folder", f"data.root={tmp_path}", "num-clients=1"]
-    told = CliRunner().invoke(app, [*command, "data.classes=cat,dog"], env={"COLUMNS": "300"})
-    words = " ".join(told.output.split())
-    assert told.exit_code == 0, told.output
+    result = CliRunner().invoke(app, [*command, "data.classes=cat,dog"], env={"COLUMNS": "300"})
+    words = " ".join(result.output.split())
+    assert result.exit_code == 0, result.output
     assert f"images with several frames, of which a run reads the first: 1 {tmp_path}" in words
     assert "cat/stack.tif: 2 frames" in words
     assert "16-bit images that use less than a sixteenth of their range (rescale them): 1" in words
@@ -275,9 +276,9 @@ def test_a_row_holds_bytes_a_path_or_nothing(tmp_path: Path) -> None:
     content = encoded(noise(24, 20), "png")
     file = tmp_path / "a.png"
     file.write_bytes(content)
-    wanted = to_pixels(noise(24, 20), 16)
+    expected = to_pixels(noise(24, 20), 16)
     for value in (content, {"bytes": content, "path": None}, {"bytes": None, "path": str(file)}):
-        assert torch.equal(to_pixels(open_stored_image(value), 16), wanted)
+        assert torch.equal(to_pixels(open_stored_image(value), 16), expected)
     grey = to_pixels(open_stored_image(content, "L"), 16)
     assert torch.equal(grey[0], grey[1])
     for value in (None, b"", {"bytes": None, "path": None}):
@@ -309,7 +310,7 @@ def test_whole_numbers_beyond_16_bits_are_refused(levels: tuple[int, int], tmp_p
         (b"hello", "Pillow does not know its format"),
     ],
 )
-def test_what_a_file_is_in_place_of_a_picture_is_named(
+def test_a_file_that_is_no_picture_is_named_by_its_kind(
     content: bytes, cause: str, tmp_path: Path
 ) -> None:
     with pytest.raises(DataError, match=rf"x.png: not a readable image \(.*{cause}"):

@@ -27,7 +27,7 @@ from osfl.models.training import fit
 from osfl.util.pixels import to_float
 from server_app.app import run_job
 from server_app.synthesis.guidance import as_teacher, classifier_loss
-from tests.helpers.hub_requests import asked, nobody, weights_of
+from tests.helpers.hub_requests import unused_address, use_hub, weights_of
 from tests.helpers.loop_grid import LoopGrid
 from tests.helpers.loopback_hub import REVISION, Hub, hub
 from tests.helpers.settings import plain_classifier, quick
@@ -43,7 +43,7 @@ MEDICAL = f"hf-hub:owner/medical@{REVISION}"
 
 @pytest.fixture(scope="module")
 def repositories(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As timm's `push_to_hf_hub` makes them: settings and weights."""
+    """Repositories like timm's `push_to_hf_hub` makes them: settings and weights."""
     root = tmp_path_factory.mktemp("hub")
     torch.manual_seed(3)
     for name, model, mean in (
@@ -55,19 +55,19 @@ def repositories(tmp_path_factory: pytest.TempPathFactory) -> Path:
         state = {key: value.contiguous() for key, value in model.state_dict().items()}
         save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
         (folder / "pytorch_model.bin").write_bytes(b"not for us")
-        about = {
+        config = {
             "architecture": model.pretrained_cfg["architecture"],
             "num_classes": 1000,
             "pretrained_cfg": {**model.pretrained_cfg, "mean": mean, "std": (0.2, 0.2, 0.2)},
         }
-        (folder / "config.json").write_text(json.dumps(about))
+        (folder / "config.json").write_text(json.dumps(config))
     return root
 
 
 @pytest.fixture
 def served(repositories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     with hub(repositories) as server:
-        asked(monkeypatch, server.address, tmp_path / "cache")
+        use_hub(monkeypatch, server.address, tmp_path / "cache")
         yield server
 
 
@@ -80,8 +80,8 @@ def test_an_images_mean_deviation_and_size_are_the_models_own() -> None:
     """timm's small ViT: (x / 255 - 0.5) / 0.5, at 160 px; its ResNet takes images as they are."""
     vit = build_classifier(VIT, 5)
     images = pixels(side=160)
-    wanted = (images.numpy() / 255 - 0.5) / 0.5
-    assert normalize(to_float(images), vit).numpy() == pytest.approx(wanted, abs=1e-5)
+    expected = (images.numpy() / 255 - 0.5) / 0.5
+    assert normalize(to_float(images), vit).numpy() == pytest.approx(expected, abs=1e-5)
     assert normalize(to_float(pixels()), vit).shape == (4, 3, 160, 160)
     assert normalize(to_float(pixels()), build_classifier(RESNET, 5)).shape == (4, 3, 24, 24)
     # Torchvision's have ImageNet's
@@ -92,16 +92,16 @@ def test_an_images_mean_deviation_and_size_are_the_models_own() -> None:
 
 
 def test_training_guidance_and_testing_see_the_same_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
+    inputs = []
     model = build_classifier(VIT, 5)
-    model.register_forward_pre_hook(lambda _, given: seen.append(given[0].detach().clone()))
+    model.register_forward_pre_hook(lambda _, given: inputs.append(given[0].detach().clone()))
     images = pixels(2)
     config = plain_classifier(epochs=1, batch_size=2, lr=0.0 + 1e-8)
     compute_logits(model, images, CPU)
     fit(model, images, torch.tensor([0, 1]), config, 0, CPU)
     teacher = as_teacher(model)
     classifier_loss(teacher, to_float(images), torch.tensor([0, 1]), 1.0, 0.0, 24)
-    tested, trained, guided = seen[0], seen[1], seen[-1]
+    tested, trained, guided = inputs[0], inputs[1], inputs[-1]
     order = [0, 1] if torch.allclose(tested, trained, atol=1e-5) else [1, 0]
     assert torch.allclose(tested[order], trained, atol=1e-5)
     assert torch.allclose(tested, guided, atol=1e-5)
@@ -118,7 +118,7 @@ def test_a_gradient_goes_through_the_resizing() -> None:
 def test_a_models_own_weights_come_from_the_hub_but_for_the_head(
     served: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of timm's own, and of another's repository; once, and then without a network."""
+    """timm's own weights and another repository's come once, and then without a network."""
     stored = load_file(served.root / "timm" / "test_vit.r160_in1k" / "model.safetensors")
     for architecture, name in ((VIT, "timm/test_vit.r160_in1k"), (MEDICAL, "owner/medical")):
         config = plain_classifier(architecture=architecture, init="pretrained", small_stem=False)
@@ -133,7 +133,7 @@ def test_a_models_own_weights_come_from_the_hub_but_for_the_head(
     assert fetched == ["test_vit.r160_in1k/model.safetensors", "medical/model.safetensors"]
     medical = new_classifier(config, 5, "", 0)
     assert medical.pretrained_cfg["mean"] == [0.1, 0.2, 0.3]  # type: ignore[index]
-    asked(monkeypatch, nobody(), tmp_path / "cache")
+    use_hub(monkeypatch, unused_address(), tmp_path / "cache")
     again = new_classifier(config, 5, "", 0).state_dict()
     assert all(torch.equal(value, again[key]) for key, value in medical.state_dict().items())
     assert weights_of(served) == fetched
@@ -149,10 +149,10 @@ def test_a_trained_one_is_rebuilt_of_its_numbers(served: Hub) -> None:
         torch.manual_seed(1)
         model = build_classifier(architecture, 5)
         state = {key: value + 0.01 for key, value in model.state_dict().items()}
-        made = rebuild_classifier(state, architecture, 5, small_stem=False)
+        rebuilt_model = rebuild_classifier(state, architecture, 5, small_stem=False)
         model.load_state_dict(state)
         assert torch.allclose(
-            compute_logits(made, pixels(), CPU), compute_logits(model, pixels(), CPU)
+            compute_logits(rebuilt_model, pixels(), CPU), compute_logits(model, pixels(), CPU)
         )
 
 
@@ -227,7 +227,9 @@ def test_timm_reads_and_fetches_nothing_by_itself(name: str) -> None:
         parse_run_config(settings)
 
 
-def test_what_cannot_be_built_is_told(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_architecture_that_cannot_be_built_is_reported(
+    served: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ClassifierError, match="'timm:nothing': timm cannot build it: Unknown"):
         build_classifier("timm:nothing", 5)
     with pytest.raises(ClassifierError, match="architecture: 'owner' is neither a hub id"):

@@ -16,7 +16,7 @@ from osfl.kit.check import (
     check_captioner,
     check_image_encoder,
     check_kit,
-    check_small_decoder,
+    check_tiny_decoder,
 )
 from osfl.kit.fits import DIFFUSERS_MODELS, check_loaded
 from osfl.kit.folder import KitError
@@ -30,7 +30,7 @@ State = dict[str, torch.Tensor]
 CHECKS = {
     "captioner": check_captioner,
     "image_encoder": check_image_encoder,
-    "small_decoder": check_small_decoder,
+    "tiny_decoder": check_tiny_decoder,
 }
 
 
@@ -70,8 +70,8 @@ def longer(state: State) -> State:
 
 
 def parts_with(part: str) -> tuple[str, ...]:
-    more = ("image_noising_scheduler",) if part == "image_normalizer" else ()
-    return (part, *more)
+    extra_parts = ("image_noising_scheduler",) if part == "image_normalizer" else ()
+    return (part, *extra_parts)
 
 
 @pytest.mark.parametrize("part", MODELS)
@@ -85,9 +85,10 @@ def parts_with(part: str) -> tuple[str, ...]:
     ],
 )
 def test_a_part_whose_tensors_do_not_fit_is_refused(
-    tmp_path: Path, part: str, alter: Callable[[State], State], message: str
+    tmp_path: Path, tiny_pair: Path, part: str, alter: Callable[[State], State], message: str
 ) -> None:
-    kit = linked(shipped(part), tmp_path / "kit")
+    source = tiny_pair if part in ("text_encoder_2", "clip") else shipped(part)
+    kit = linked(source, tmp_path / "kit")
     check_kit(str(kit), parts_with(part))
     last = sorted(load_file(kit / weights_file(part)))[-1]
     changed(kit, part, alter)
@@ -117,7 +118,7 @@ def test_a_shard_that_lacks_a_tensor_which_its_index_names_is_refused(tmp_path: 
 
 
 def test_old_names_are_taken(tmp_path: Path) -> None:
-    """As Stable Diffusion 1.5 has them: query for to_q, text_model., position_ids."""
+    """Stable Diffusion 1.5 has query for to_q, text_model., position_ids."""
     kit = hub_layouts.sd15(tmp_path / "kit")
     assert any("proj_attn" in name for name in load_file(kit / weights_file("vae")))
     check_kit(str(kit), DIFFUSION_PARTS)
@@ -145,7 +146,7 @@ def test_loading_refuses_what_a_check_let_pass(
         load_kit(kit)
 
 
-def test_what_fits_is_remembered_by_settings_and_header(
+def test_a_check_is_remembered_by_settings_and_header(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kit = linked(shipped("vae"), tmp_path / "kit")
@@ -175,8 +176,9 @@ from osfl.kit.part_check import MODELS
 from osfl.kit.run_check import check_initial_weights, check_noise_schedule
 
 kit, unclip = find_kit("digits"), find_kit("digits-unclip")
-check_kit(kit, [*(part for part in MODELS if part != "image_normalizer"), "lora"])
-check_kit(unclip, [part for part in MODELS if part not in ("captioner", "small_decoder")])
+parts = [part for part in MODELS if part not in ("text_encoder_2", "clip")]
+check_kit(kit, [*(part for part in parts if part != "image_normalizer"), "lora"])
+check_kit(unclip, [part for part in parts if part not in ("captioner", "tiny_decoder")])
 check_noise_schedule(kit, 50)
 check_noise_schedule(unclip, 50)
 settings = parse_run_config(default_config()).classifier
@@ -189,16 +191,16 @@ for name in names.split():
 def test_the_shipped_kits_are_checked_without_torch() -> None:
     """Joining stays cheap. Their parts really fit, which the parts' own test shows."""
     code = CHECK_SHIPPED + "print({'torch', 'diffusers', 'transformers'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.strip() == "set()", done.stderr
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.stdout.strip() == "set()", result.stderr
 
 
 def test_the_shipped_kits_parts_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """And what is known of them is what their check remembers: of a kit that is made anew, too."""
-    known = fits.SHIPPED_MARKS
+    marks = fits.SHIPPED_MARKS
     monkeypatch.setattr(fits, "SHIPPED_MARKS", frozenset())
     exec(CHECK_SHIPPED, {})
-    assert set(fits._cached_marks()) == known
+    assert set(fits._cached_marks()) == marks
 
 
 # ---- Settings that somebody wrote ----
@@ -367,7 +369,7 @@ def test_a_tokenizer_without_a_length_has_the_text_encoders(tmp_path: Path) -> N
         change(kit, "tokenizer/tokenizer_config.json", model_max_length=length)
         text = load_kit(kit).text
         assert text.shape[0] == min(length or 16, 16)
-        assert text(["zero"]).shape[1] == text.shape[0]
+        assert text.states(["zero"]).shape[1] == text.shape[0]
 
 
 @pytest.mark.parametrize("part", ["unet", "vae", "text_encoder", "image_encoder", "captioner"])
@@ -511,7 +513,7 @@ def test_settings_in_an_encoding_that_the_libraries_do_not_read_are_named(
         (b"\x80\x04\x95" + bytes(range(90, 130)), "a pickle, as torch.save writes"),
     ],
 )
-def test_what_a_file_is_in_place_of_weights_is_named(
+def test_a_file_that_is_no_weights_is_named_by_its_kind(
     tmp_path: Path, content: bytes, message: str
 ) -> None:
     kit = linked(shipped("unet"), tmp_path / "kit")
@@ -531,6 +533,6 @@ def test_a_file_of_two_types_is_loaded_in_the_runs_type(tmp_path: Path) -> None:
     for part in ("unet", "vae", "text_encoder"):
         changed(kit, part, mixed)
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
-        found = load_kit(kit, dtype=dtype)
-        for network in (found.unet, found.vae, found.text.model):
+        loaded_kit = load_kit(kit, dtype=dtype)
+        for network in (loaded_kit.unet, loaded_kit.vae, loaded_kit.text.model):
             assert {tensor.dtype for tensor in network.parameters()} == {dtype}

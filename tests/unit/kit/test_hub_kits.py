@@ -27,7 +27,7 @@ from osfl.models.diffusion import load_kit
 from osfl.models.encoders import load_captioner, load_image_encoder
 from server_app.app import run_job
 from server_app.federation.exchange import RoundError
-from tests.helpers.hub_requests import asked, nobody, weights_of
+from tests.helpers.hub_requests import unused_address, use_hub, weights_of
 from tests.helpers.loop_grid import LoopGrid
 from tests.helpers.loopback_hub import REVISION, Handler, Hub
 from tests.helpers.settings import quick
@@ -37,32 +37,31 @@ UNET = "unet/diffusion_pytorch_model.safetensors"
 CPU = torch.device("cpu")
 
 
-def test_what_a_role_needs_is_fetched_once(
+def test_the_files_of_a_role_are_fetched_once(
     served: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a client that learns no image, the text encoder; then the rest; then nothing.
-
-    Without a network the same folder is found.
+    """A client that learns no image needs the text encoder; then the rest; then nothing. Without a
+    network the same folder is found.
     """
     settings = find_kit("owner/sd15")
     assert weights_of(served) == []
     assert json.loads((Path(settings) / "unet" / "config.json").read_text())["sample_size"] == 64
     size = (served.root / "owner" / "sd15" / "text_encoder" / "model.safetensors").stat().st_size
     assert missing_bytes("owner/sd15", ["text_encoder", "tokenizer"]) == size
-    seen: list[tuple[int, int]] = []
-    find_kit("owner/sd15", ["text_encoder", "tokenizer"], lambda *bytes: seen.append(bytes))
+    progress: list[tuple[int, int]] = []
+    find_kit("owner/sd15", ["text_encoder", "tokenizer"], lambda *bytes: progress.append(bytes))
     assert weights_of(served) == ["sd15/text_encoder/model.safetensors"]
-    assert seen[-1] == (size, size)
-    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert progress[-1] == (size, size)
+    assert [count for count, _ in progress] == sorted(count for count, _ in progress)
     folder = find_kit("owner/sd15", DIFFUSION_PARTS)
     assert folder == settings
     check_kit(folder, DIFFUSION_PARTS)
-    others = ["sd15/unet/diffusion_pytorch_model.safetensors"]
-    others.append("sd15/vae/diffusion_pytorch_model.safetensors")
-    assert weights_of(served) == ["sd15/text_encoder/model.safetensors", *others]
+    weights = ["sd15/unet/diffusion_pytorch_model.safetensors"]
+    weights.append("sd15/vae/diffusion_pytorch_model.safetensors")
+    assert weights_of(served) == ["sd15/text_encoder/model.safetensors", *weights]
     served.fetched.clear()
     assert missing_bytes("owner/sd15", DIFFUSION_PARTS) == 0
-    asked(monkeypatch, nobody(), tmp_path / "cache")
+    use_hub(monkeypatch, unused_address(), tmp_path / "cache")
     assert find_kit("owner/sd15", DIFFUSION_PARTS) == folder
     assert find_kit(f"owner/sd15@{REVISION}", DIFFUSION_PARTS) == folder
     assert served.fetched == []
@@ -71,7 +70,7 @@ def test_what_a_role_needs_is_fetched_once(
     assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
 
 
-def test_what_is_lost_is_fetched_again_and_nothing_else(served: Hub) -> None:
+def test_only_lost_files_are_fetched_again(served: Hub) -> None:
     folder = Path(find_kit("owner/sd15", DIFFUSION_PARTS))
     for file in (folder / UNET, folder / "tokenizer" / "merges.txt"):
         file.resolve().unlink()
@@ -81,6 +80,7 @@ def test_what_is_lost_is_fetched_again_and_nothing_else(served: Hub) -> None:
     assert served.fetched == ["owner/sd15/tokenizer/merges.txt", f"owner/sd15/{UNET}"]
 
 
+@pytest.mark.slow
 def test_a_captioner_and_an_image_encoder_are_fetched_by_their_names(served: Hub) -> None:
     check_captioner("owner/blip")
     assert weights_of(served) == ["blip/model.safetensors"]
@@ -107,6 +107,7 @@ def in_shards(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stored", "exact"),
     [(hub_layouts.half, False), (half_in_shards, False), (in_shards, True)],
@@ -117,17 +118,21 @@ def test_half_precision_and_shards_are_fetched_and_loaded(
     """Half precision alone counts where there is nothing else; it is used in single."""
     torch.manual_seed(0)
     folder = served.root / "owner" / f"stored-{stored.__name__}"
-    whole = load_kit(shutil.copytree(hub_layouts.sd15(folder), tmp_path / "whole"))
+    base_kit = load_kit(shutil.copytree(hub_layouts.sd15(folder), tmp_path / "whole"))
     stored(folder)
     fetched = find_kit(f"owner/{folder.name}", DIFFUSION_PARTS)
     check_kit(fetched, DIFFUSION_PARTS)
     kit = load_kit(fetched)
-    for ours, theirs in ((kit.unet, whole.unet), (kit.vae, whole.vae), (kit.text, whole.text)):
+    for ours, theirs in (
+        (kit.unet, base_kit.unet),
+        (kit.vae, base_kit.vae),
+        (kit.text, base_kit.text),
+    ):
         model = ours if isinstance(ours, torch.nn.Module) else ours.model
-        wanted = theirs if isinstance(theirs, torch.nn.Module) else theirs.model
+        reference = theirs if isinstance(theirs, torch.nn.Module) else theirs.model
         for name, value in model.state_dict().items():
-            known = wanted.state_dict()[name]
-            expected = known if exact or not known.is_floating_point() else known.half().float()
+            tensor = reference.state_dict()[name]
+            expected = tensor if exact or not tensor.is_floating_point() else tensor.half().float()
             assert torch.equal(value, expected), name
 
 
@@ -135,11 +140,11 @@ def settings_alone(folder: Path, pipeline: str, **changed: dict[str, object]) ->
     """The layout of Stable Diffusion 1.5 with another pipeline, or other settings of some parts."""
     hub_layouts.sd15(folder)
     files = {"scheduler": "scheduler/scheduler_config.json", "unet": "unet/config.json"}
-    about = {"model_index.json": {"_class_name": pipeline}}
-    about |= {files[part]: settings for part, settings in changed.items()}
-    for name, settings in about.items():
-        known = json.loads((folder / name).read_text())
-        (folder / name).write_text(json.dumps({**known, **settings}))
+    overrides = {"model_index.json": {"_class_name": pipeline}}
+    overrides |= {files[part]: settings for part, settings in changed.items()}
+    for name, settings in overrides.items():
+        config = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({**config, **settings}))
     return folder
 
 
@@ -176,7 +181,7 @@ TURBO = {"_class_name": "EulerDiscreteScheduler", "timestep_spacing": "trailing"
         ("blip", lambda folder: folder, "is a blip, not a diffusion model"),
     ],
 )
-def test_what_is_not_taken_is_named_before_it_is_fetched(
+def test_an_unsupported_model_is_named_before_it_is_fetched(
     served: Hub, name: str, make: Callable[[Path], Path], message: str
 ) -> None:
     make(served.root / "owner" / name)
@@ -187,8 +192,8 @@ def test_what_is_not_taken_is_named_before_it_is_fetched(
 
 def with_code(folder: Path, file: str) -> Path:
     """A repository whose settings name code of its own."""
-    known = json.loads((folder / file).read_text())
-    (folder / file).write_text(json.dumps({**known, "auto_map": {"AutoProcessor": "code.P"}}))
+    config = json.loads((folder / file).read_text())
+    (folder / file).write_text(json.dumps({**config, "auto_map": {"AutoProcessor": "code.P"}}))
     return folder
 
 
@@ -231,8 +236,8 @@ def test_weights_of_another_digest_than_the_hub_states_are_removed(served: Hub) 
 def test_settings_of_many_megabytes_are_not_fetched(served: Hub) -> None:
     folder = served.root / "owner" / "large"
     shutil.copytree(served.root / "owner" / "dinov2", folder)
-    known = (folder / "config.json").read_text()
-    (folder / "config.json").write_text(known + " " * 9_000_000)
+    text = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(text + " " * 9_000_000)
     with pytest.raises(KitError, match="config.json has 9 MB; settings must have at most 8 MB"):
         find_model("owner/large", "image_encoder", "image-encoder")
     assert served.fetched == []
@@ -258,7 +263,7 @@ def test_a_listing_that_leads_out_of_its_folder_is_refused(
     assert outside == []
 
 
-def test_what_the_hub_has_not_is_told(served: Hub) -> None:
+def test_a_missing_repository_is_reported(served: Hub) -> None:
     with pytest.raises(KitError, match="kit = 'owner/nothing': the hub has no such model"):
         find_kit("owner/nothing")
     with pytest.raises(KitError, match="kit = 'owner/sd15@no': the model has no revision 'no'"):
@@ -270,7 +275,7 @@ def test_what_the_hub_has_not_is_told(served: Hub) -> None:
 def test_a_hub_that_is_not_reached_is_named_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked(monkeypatch, nobody(), tmp_path)
+    use_hub(monkeypatch, unused_address(), tmp_path)
     began = time.monotonic()
     with pytest.raises(
         KitError, match="kit = 'owner/model': hub not reached .*hf download owner/model"
@@ -295,7 +300,7 @@ def test_a_hub_that_does_not_answer_is_not_waited_for(
 ) -> None:
     monkeypatch.setattr(hub_of_kits, "HUB_TIMEOUT_SECONDS", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as mute:
-        asked(monkeypatch, f"http://127.0.0.1:{mute.getsockname()[1]}", tmp_path)
+        use_hub(monkeypatch, f"http://127.0.0.1:{mute.getsockname()[1]}", tmp_path)
         with pytest.raises(KitError, match="hub not reached"):
             find_kit("owner/model", DIFFUSION_PARTS)
 
@@ -304,18 +309,18 @@ def test_a_hub_that_does_not_answer_is_not_waited_for(
 def test_a_run_takes_its_kit_from_the_hub(
     served: Hub, tiny_kit: Path, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As from a folder, to the last bit; when the hub is gone the job goes on as it was."""
+    """The run equals one from a folder to the last bit; when the hub is gone the job continues."""
     shutil.copytree(tiny_kit, served.root / "owner" / "tiny", dirs_exist_ok=True)
     runs = {}
     for name, kit in (("folder", str(tiny_kit)), ("hub", f"owner/tiny@{REVISION}")):
         config = quick(method="feddeo", kit=kit, **{"runs-dir": str(tmp_path / name)})
         run_job(LoopGrid(app, config, nodes(2)), parse_run_config(config), "job")
         runs[name] = tmp_path / name / "job"
-    made = {name: sorted((run / "images").rglob("*.png")) for name, run in runs.items()}
-    assert made["folder"]
-    for ours, theirs in zip(made["hub"], made["folder"], strict=True):
+    images = {name: sorted((run / "images").rglob("*.png")) for name, run in runs.items()}
+    assert images["folder"]
+    for ours, theirs in zip(images["hub"], images["folder"], strict=True):
         assert ours.read_bytes() == theirs.read_bytes()
-    asked(monkeypatch, nobody(), tmp_path / "cache")
+    use_hub(monkeypatch, unused_address(), tmp_path / "cache")
     again = LoopGrid(app, config, nodes(2))
     run_job(again, parse_run_config(config), "job")
     assert {kind for _, kind in again.sent} == {"query.join", "query.acknowledge", "evaluate"}
@@ -325,36 +330,37 @@ def test_a_run_takes_its_kit_from_the_hub(
 def test_a_clients_own_kit_is_compared_with_the_hubs(
     served: Hub, tiny_kit: Path, home: Path, tmp_path: Path
 ) -> None:
-    """Where the run names a kit of the hub and a client has a folder: a copy may join, and one
-    with other weights may not.
+    """The run names a kit of the hub and a client has a folder: a copy may join, and one with other
+    weights may not.
     """
     shutil.copytree(tiny_kit, served.root / "owner" / "tiny", dirs_exist_ok=True)
     config = quick(method="feddeo", kit=f"owner/tiny@{REVISION}")
-    other = shutil.copytree(tiny_kit, tmp_path / "other")
+    client_kit = shutil.copytree(tiny_kit, tmp_path / "other")
 
     def run(job_id: str) -> None:
-        given = [nodes(2)[0], {**nodes(2)[1], "kit": str(other)}]
-        run_job(LoopGrid(app, config, given), parse_run_config(config), job_id)
+        node_configs = [nodes(2)[0], {**nodes(2)[1], "kit": str(client_kit)}]
+        run_job(LoopGrid(app, config, node_configs), parse_run_config(config), job_id)
 
     run("with-a-copy")
-    weights = other / "unet" / "diffusion_pytorch_model.safetensors"
+    weights = client_kit / "unet" / "diffusion_pytorch_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
     message = r"other': its unet/diffusion_pytorch_model.safetensors \(\w{8}\) is not the server's"
     with pytest.raises(RoundError, match=message):
         run("with-another")
 
 
-def test_what_a_run_will_need_is_fetched_before_it(served: Hub) -> None:
+@pytest.mark.slow
+def test_the_models_of_a_run_are_fetched_before_it(served: Hub) -> None:
     """A client's share, then all; a hub that is gone is told in a line."""
     settings = ["method=oscar", "kit=owner/sd15", "captioner=owner/blip", "data.name=folder"]
     settings += ["data.classes=dog,guitar", "global-model.init=none"]
-    told = CliRunner().invoke(cli, ["fetch", *settings, "--client"], env={"COLUMNS": "200"})
-    assert told.exit_code == 0, told.output
+    result = CliRunner().invoke(cli, ["fetch", *settings, "--client"], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
     assert weights_of(served) == ["sd15/text_encoder/model.safetensors", "blip/model.safetensors"]
-    assert "captioner" in told.output
-    told = CliRunner().invoke(cli, ["fetch", *settings], env={"COLUMNS": "200"})
-    assert told.exit_code == 0, told.output
+    assert "captioner" in result.output
+    result = CliRunner().invoke(cli, ["fetch", *settings], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
     assert weights_of(served)[2:] == [f"sd15/{UNET}", f"sd15/{UNET.replace('unet', 'vae')}"]
-    told = CliRunner().invoke(cli, ["fetch", "method=feddeo", "kit=owner/nothing", *settings[3:]])
-    assert told.exit_code == 1
-    assert "the hub has no such model" in " ".join(told.output.split())
+    result = CliRunner().invoke(cli, ["fetch", "method=feddeo", "kit=owner/nothing", *settings[3:]])
+    assert result.exit_code == 1
+    assert "the hub has no such model" in " ".join(result.output.split())

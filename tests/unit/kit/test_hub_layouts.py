@@ -113,8 +113,9 @@ def test_stable_unclip_is_sampled_as_diffusers_samples_it(tmp_path: Path) -> Non
     drawn = torch.randn(1, 1024, generator=torch.Generator().manual_seed(7))
     image = load_embedding_noise(str(folder))(embeddings, torch.tensor([500]), drawn)
     with torch.no_grad():
-        condition = Condition(kit.text(TEXTS[:1]), 3.0, image)
-        ours = ddim(kit, z, 2, lambda z, t: compose(kit, z, t, kit.text([""]), [condition]))
+        condition = Condition(kit.text(TEXTS[:1]).with_image(image), 3.0)
+        nothing = kit.text([""]).with_image(torch.zeros_like(image))
+        ours = ddim(kit, z, 2, lambda z, t: compose(kit, z, t, nothing, [condition]))
     assert (ours - theirs).norm() / theirs.norm() < 1e-5
 
 
@@ -138,7 +139,7 @@ def test_the_end_of_a_text_is_found_by_its_number(tmp_path: Path) -> None:
     tokens = kit.text.tokens(["a b"])[0].tolist()
     end = max(tokens)
     assert tokens.index(end) == 3
-    states = kit.text(["a b"])[0]
+    states = kit.text.states(["a b"])[0]
     assert torch.allclose(kit.text.pooled(["a b"])[0], states[3], atol=1e-6)
 
 
@@ -153,12 +154,12 @@ def test_clips_images_are_taken_out_of_the_whole_clip(tmp_path: Path) -> None:
     inputs = encoder.processor(list(pictures(40)), return_tensors="pt").pixel_values
     with torch.no_grad():
         model = CLIPModel.from_pretrained(folder)
-        wanted = model.visual_projection(model.vision_model(inputs).pooler_output)
-    assert torch.allclose(encoder(pictures(40)), wanted, atol=1e-5)
+        expected = model.visual_projection(model.vision_model(inputs).pooler_output)
+    assert torch.allclose(encoder(pictures(40)), expected, atol=1e-5)
 
 
 def test_dinov2_sees_224_of_256_pixels(tmp_path: Path) -> None:
-    """Its table of places, of 518 px, is resized; the embedding is the class token's."""
+    """The position embeddings, of 518 px, are resized; the embedding is the class token's."""
     folder = str(hub_layouts.dinov2(tmp_path / "dinov2"))
     check_image_encoder(folder)
     encoder = load_image_encoder(folder, CPU)
@@ -166,8 +167,8 @@ def test_dinov2_sees_224_of_256_pixels(tmp_path: Path) -> None:
     inputs = encoder.processor(list(pictures(300)), return_tensors="pt").pixel_values
     assert inputs.shape == (2, 3, 224, 224)
     with torch.no_grad():
-        wanted = encoder.model(inputs).last_hidden_state[:, 0]
-    assert torch.allclose(encoder(pictures(300)), wanted, atol=1e-5)
+        expected = encoder.model(inputs).last_hidden_state[:, 0]
+    assert torch.allclose(encoder(pictures(300)), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -194,8 +195,8 @@ def test_blips_captions_are_its_own(
     model = AutoModelForImageTextToText.from_pretrained(folder)
     inputs = processor(images=list(pictures(40)), return_tensors="pt")
     tokens = model.generate(inputs.pixel_values, max_new_tokens=30, do_sample=False)
-    wanted = [text.strip() for text in processor.batch_decode(tokens, skip_special_tokens=True)]
+    expected = [text.strip() for text in processor.batch_decode(tokens, skip_special_tokens=True)]
     texts = captioner(pictures(40))
-    assert texts == wanted
+    assert texts == expected
     assert all(texts)
     assert texts == captioner(pictures(40))

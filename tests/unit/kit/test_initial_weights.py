@@ -1,4 +1,4 @@
-"""Where classifiers' initial weights come from: a kit, a file, a folder, torchvision's own."""
+"""Sources of classifiers' initial weights: a kit, a file, a folder, torchvision's own."""
 
 import hashlib
 import json
@@ -72,7 +72,7 @@ def test_a_densenets_file_with_its_old_names_is_taken(tmp_path: Path) -> None:
 
 
 def test_a_vision_transformers_file_with_its_old_names_is_taken(tmp_path: Path) -> None:
-    """Its layers know `mlp.linear_1` for `mlp.0`; another width under the old name is refused."""
+    """The layers know `mlp.linear_1` for `mlp.0`; another width under the old name is refused."""
 
     def transformer(mlp: int, num_classes: int) -> nn.Module:
         return VisionTransformer(32, 16, 1, 2, 16, mlp, num_classes=num_classes)
@@ -102,8 +102,8 @@ def folder_of(root: Path, *names: str) -> Path:
         architecture = "shufflenet_v2_x1_0" if name.startswith("shuffle") else name.split("-")[0]
         architecture = architecture.split(".")[0]
         if name.endswith(".safetensors"):
-            whole = {n: v.contiguous() for n, v in numbered(architecture).items()}
-            save_file(whole, root / name)
+            tensors = {n: v.contiguous() for n, v in numbered(architecture).items()}
+            save_file(tensors, root / name)
         else:
             torch.save(numbered(architecture), root / name)
     return root
@@ -130,30 +130,30 @@ def test_an_architecture_finds_its_own_file_in_a_folder(
 ) -> None:
     folder = folder_of(tmp_path / "weights", name)
     (folder / f"{architecture}_bn.pth").write_bytes(b"another's")
-    about = settings(architecture=architecture, init=str(folder))
-    assert initial_weights.find_initial_weights(about, "") == folder / name
-    model = classifiers.new_classifier(about, 10, "", 0)
+    config = settings(architecture=architecture, init=str(folder))
+    assert initial_weights.find_initial_weights(config, "") == folder / name
+    model = classifiers.new_classifier(config, 10, "", 0)
     assert first(model) == 0
     assert float(next(model.buffers()).mean()) > 0
 
 
-def test_of_several_files_in_a_folder_the_plain_name_goes_first(tmp_path: Path) -> None:
+def test_the_plain_name_wins_among_several_files(tmp_path: Path) -> None:
     """Then torchvision's default, the second version of its weights."""
     default, older = (
         weights.url.rpartition("/")[2]
         for weights in (ResNet50_Weights.DEFAULT, ResNet50_Weights.IMAGENET1K_V1)
     )
-    about = settings(architecture="resnet50", init=str(tmp_path))
+    config = settings(architecture="resnet50", init=str(tmp_path))
     for name in (older, default, "resnet50.pth", "resnet50.safetensors"):
         (tmp_path / name).touch()
-        assert initial_weights.find_initial_weights(about, "").name == name  # type: ignore[union-attr]
+        assert initial_weights.find_initial_weights(config, "").name == name  # type: ignore[union-attr]
 
 
-def test_what_a_folder_lacks_is_named(tmp_path: Path) -> None:
+def test_missing_files_of_a_folder_are_named(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "weights", "mobilenet_v2.pth")
-    about = settings(architecture="vgg16", init=str(folder))
+    config = settings(architecture="vgg16", init=str(folder))
     with pytest.raises(ConfigError) as caught:
-        initial_weights.find_initial_weights(about, "", "classifier.init")
+        initial_weights.find_initial_weights(config, "", "classifier.init")
     message = str(caught.value)
     assert message.startswith(
         f"classifier.init = '{folder}': the folder lacks vgg16.safetensors or vgg16.pth"
@@ -162,9 +162,9 @@ def test_what_a_folder_lacks_is_named(tmp_path: Path) -> None:
     # A ResNet-34 is made from a ResNet-18 of the kit alone
     (folder / "resnet18.pth").touch()
     with pytest.raises(ConfigError, match="the folder lacks resnet34.safetensors"):
-        initial_weights.find_initial_weights(replace(about, architecture="resnet34"), "")
+        initial_weights.find_initial_weights(replace(config, architecture="resnet34"), "")
     with pytest.raises(ConfigError, match="'/nowhere/at/all': no such file or folder"):
-        initial_weights.find_initial_weights(replace(about, init="/nowhere/at/all"), "")
+        initial_weights.find_initial_weights(replace(config, init="/nowhere/at/all"), "")
 
 
 def mixed(kit: Path, folder: Path, **changes: object) -> dict:
@@ -233,11 +233,11 @@ def test_a_resnet34_takes_the_kits_own_weights_where_it_has_some(
         quick(method="fedlmg", kit=str(kit), classifier__architecture="resnet34,resnet18")
     )
     payload = Classifier((), "resnet34", {})
-    about = replace(config.classifier, architecture="resnet34")
+    classifier_config = replace(config.classifier, architecture="resnet34")
     shared = ("classifiers/resnet18.safetensors",)
     assert kit_parts(config, str(kit)) == shared
     assert client_download_bytes(config, payload) == source.stat().st_size
-    grown = classifiers.new_classifier(about, 10, str(kit), 0)
+    grown = classifiers.new_classifier(classifier_config, 10, str(kit), 0)
     assert not grown.layer1[2].bn2.weight.any()  # type: ignore[union-attr, index]
 
     trained = classifiers.build_classifier("resnet34", 24, small_stem=True)
@@ -257,10 +257,10 @@ def test_a_resnet34_takes_the_kits_own_weights_where_it_has_some(
     )
     files = ("classifiers/resnet34.safetensors", *shared, "classifiers/vgg16.safetensors")
     assert parts_by_step(both)["models"] == (str(kit), files)
-    initial = classifiers.new_classifier(about, 10, str(kit), 0).state_dict()
-    kept = classifiers.dequantize(classifiers.quantize(trained.state_dict()))
+    initial = classifiers.new_classifier(classifier_config, 10, str(kit), 0).state_dict()
+    weights = classifiers.dequantize(classifiers.quantize(trained.state_dict()))
     for name in ("layer1.2.bn2.weight", "layer3.5.conv1.weight"):
-        assert torch.equal(initial[name], kept[name])
+        assert torch.equal(initial[name], weights[name])
 
 
 # ---- Torchvision's own ----
@@ -268,7 +268,7 @@ def test_a_resnet34_takes_the_kits_own_weights_where_it_has_some(
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Torch's cache, empty, and no network: its proxy is a port that nobody listens at."""
+    """Torch's cache, empty, and no network: its proxy is a port without a listener."""
     # Remembers the proxies of its first use
     monkeypatch.setattr(urllib.request, "_opener", None)
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
@@ -283,27 +283,27 @@ def test_imagenets_weights_are_torchvisions_default(cache: Path) -> None:
     cache.mkdir(parents=True)
     url = get_model_weights("mobilenet_v2").DEFAULT.url
     folder_of(cache, url.rpartition("/")[2])
-    about = settings(architecture="mobilenet_v2", init="imagenet")
-    model = classifiers.new_classifier(about, 10, "", 0)
+    config = settings(architecture="mobilenet_v2", init="imagenet")
+    model = classifiers.new_classifier(config, 10, "", 0)
     assert first(model) == 0
     assert float(next(model.buffers()).mean()) > 0
 
 
 def test_without_a_network_the_way_out_is_named(cache: Path) -> None:
     url = get_model_weights("mobilenet_v2").DEFAULT.url
-    about = settings(architecture="mobilenet_v2", init="imagenet")
+    config = settings(architecture="mobilenet_v2", init="imagenet")
     with pytest.raises(ConfigError) as caught:
-        initial_weights.find_initial_weights(about, "", "classifier.init")
+        initial_weights.find_initial_weights(config, "", "classifier.init")
     message = str(caught.value)
     assert message.startswith("classifier.init = 'imagenet': ")
     assert str(cache / url.rpartition("/")[2]) in message
     assert "Connection refused" in message
     assert "TORCH_HOME" in message
     with pytest.raises(ConfigError, match="torchvision has no weights of resnet19"):
-        initial_weights.find_initial_weights(replace(about, architecture="resnet19"), "")
+        initial_weights.find_initial_weights(replace(config, architecture="resnet19"), "")
 
 
-def test_clients_look_for_imagenets_weights_when_they_join(
+def test_clients_check_imagenets_weights_when_they_join(
     home: Path, tiny_kit: Path, cache: Path
 ) -> None:
     config = quick(method="local", kit=str(tiny_kit), classifier__init="imagenet")
@@ -330,7 +330,7 @@ def website(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[P
     server.server_close()
 
 
-def test_what_is_fetched_must_have_the_digits_of_its_name(
+def test_fetched_weights_must_have_the_digest_in_their_name(
     website: tuple[Path, str], tmp_path: Path
 ) -> None:
     folder, address = website

@@ -168,7 +168,7 @@ def overlong_header(kit: Path, file: str) -> None:
         ),
     ],
 )
-def test_what_is_wrong_with_a_kit_is_said_before_anybody_works(
+def test_a_wrong_kit_is_reported_before_any_client_works(
     tiny_kit: Path, tmp_path: Path, spoil: Callable[[Path], object], message: str
 ) -> None:
     kit = linked(tiny_kit, tmp_path / "kit")
@@ -193,8 +193,8 @@ def test_a_kit_in_shards_is_taken(tiny_kit: Path, tmp_path: Path) -> None:
     index(kit)
     check_kit(str(kit), DIFFUSION_PARTS)
     unet = load_kit(kit).unet.state_dict()
-    whole = load_kit(tiny_kit).unet.state_dict()
-    assert all(torch.equal(value, whole[name]) for name, value in unet.items())
+    expected = load_kit(tiny_kit).unet.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in unet.items())
     assert len([name for name in file_digests(str(kit), ["unet"]) if "-of-" in name]) == 2
 
 
@@ -221,7 +221,7 @@ def test_feddisc_wants_a_stable_unclip_whose_parts_fit(
 # ---- Encoders that are named apart ----
 
 
-def test_a_named_captioner_is_looked_at_by_its_header(tiny_kit: Path, tmp_path: Path) -> None:
+def test_a_named_captioner_is_checked_by_its_header(tiny_kit: Path, tmp_path: Path) -> None:
     place = linked(tiny_kit / "captioner", tmp_path / "blip")
     check_captioner(str(place))
     check_captioner(str(tiny_kit))  # a kit that has one
@@ -236,7 +236,7 @@ def test_a_named_captioner_is_looked_at_by_its_header(tiny_kit: Path, tmp_path: 
         check_captioner(str(place))
 
 
-def test_a_named_image_encoder_is_looked_at_by_its_header(tiny_kit: Path, tmp_path: Path) -> None:
+def test_a_named_image_encoder_is_checked_by_its_header(tiny_kit: Path, tmp_path: Path) -> None:
     place = linked(tiny_kit / "image_encoder", tmp_path / "clip")
     with pytest.raises(KitError, match="image-encoder = .* lacks preprocessor_config.json or"):
         check_image_encoder(str(place))
@@ -256,7 +256,7 @@ def test_a_named_image_encoder_is_looked_at_by_its_header(tiny_kit: Path, tmp_pa
 
 
 def with_variants(kit: Path) -> None:
-    """What lies beside the weights in a clone of a hub's repository."""
+    """Files beside the weights in a clone of a hub's repository."""
     for part, stem in (("unet", "diffusion_pytorch_model"), ("text_encoder", "model")):
         for name in (f"{stem}.fp16.safetensors", f"{stem}.non_ema.bin", "flax_model.msgpack"):
             (kit / part / name).write_bytes(os.urandom(2**21))
@@ -296,16 +296,16 @@ def large(file: Path, seconds_ago: float = 60) -> Path:
 def reads(monkeypatch: pytest.MonkeyPatch, home: Path) -> list[Path]:
     """The files that were read for a digest, as by a new process each time."""
     read = digests._read
-    seen = []
+    files = []
 
     def watched(file: Path, progress: digests.Progress) -> str:
-        seen.append(file)
+        files.append(file)
         digests._memory_cache.clear()
         return read(file, progress)
 
     digests._memory_cache.clear()
     monkeypatch.setattr(digests, "_read", watched)
-    return seen
+    return files
 
 
 def test_a_digest_is_remembered_until_the_file_changes(
@@ -323,22 +323,22 @@ def test_a_digest_is_remembered_until_the_file_changes(
     os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
     assert digests.file_sha256(file) == first
     stat = file.stat()
-    other = large(tmp_path / "other")
-    os.utime(other, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    other.replace(file)
+    replacement = large(tmp_path / "other")
+    os.utime(replacement, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    replacement.replace(file)
     digests._memory_cache.clear()
     second = digests.file_sha256(file)
     assert second != first
-    with open(file, "ab") as more:
-        more.write(b"x")
+    with open(file, "ab") as stream:
+        stream.write(b"x")
     os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     digests._memory_cache.clear()
     assert digests.file_sha256(file) not in (first, second)
     assert len(reads) == 4
 
 
-def test_what_has_just_changed_is_not_remembered(tmp_path: Path, reads: list[Path]) -> None:
-    """It may change again within the same tick of the file system's clock."""
+def test_a_file_that_has_just_changed_is_not_remembered(tmp_path: Path, reads: list[Path]) -> None:
+    """The file may change again within the same tick of the file system's clock."""
     file = large(tmp_path / "weights", seconds_ago=0)
     for _ in range(2):
         digests.file_sha256(file)
@@ -365,12 +365,12 @@ def test_a_damaged_memory_is_none(
 def test_a_remembered_digest_that_changed_at_rest_is_not_taken(
     home: Path, tmp_path: Path, reads: list[Path]
 ) -> None:
-    """It would be another kit's, and with a guarantee another noisy payload."""
+    """The digest would be another kit's, and with a guarantee another noisy payload."""
     file = large(tmp_path / "weights")
     first = digests.file_sha256(file)
     memory = home / "cache" / "digests.json"
-    other = first[:-1] + ("0" if first[-1] != "0" else "1")
-    memory.write_text(memory.read_text().replace(first, other))
+    wrong_digest = first[:-1] + ("0" if first[-1] != "0" else "1")
+    memory.write_text(memory.read_text().replace(first, wrong_digest))
     digests._memory_cache.clear()
     assert digests.file_sha256(file) == first
     assert len(reads) == 2
@@ -483,7 +483,7 @@ def test_images_of_another_kit_are_made_anew(home: Path, tiny_kit: Path, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_a_repaired_kit_and_asks_nobody_again(
+def test_a_run_continues_with_a_repaired_kit_and_asks_no_client_again(
     home: Path, tiny_kit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """FedLMG's classifiers are there when drawing fails.
@@ -529,19 +529,19 @@ def test_reading_the_kit_is_a_phase(
     kit = linked(tiny_kit, tmp_path / "kit")
     for file in kit.rglob("*"):
         os.utime(file, (1e9, 1e9))
-    seen: list[tuple[str, int, int]] = []
+    calls: list[tuple[str, int, int]] = []
     config = parse_run_config(quick(method="feddeo", kit=str(kit)))
     folder = open_run_folder(config, "job", 0)
     status = Status(folder.path)
     phase = status.phase
     advance = status.advance
-    monkeypatch.setattr(status, "phase", lambda *a: seen.append(a) or phase(*a))
-    monkeypatch.setattr(status, "advance", lambda *a: seen.append(("", *a)) or advance(*a))
+    monkeypatch.setattr(status, "phase", lambda *a: calls.append(a) or phase(*a))
+    monkeypatch.setattr(status, "advance", lambda *a: calls.append(("", *a)) or advance(*a))
     bind_job_to_kit(config, folder, status)
-    (name, total), *steps = seen
-    assert name == "reading the kit (MB)"
+    (name, total), *steps = calls
+    assert name == "reading the kit"
     assert steps[-1] == ("", total, total)
-    seen.clear()
+    calls.clear()
     digests._memory_cache.clear()
     bind_job_to_kit(config, folder, status)  # known now
-    assert seen == [] or all(done == total for _, done, total in seen)
+    assert calls == [] or all(count == total for _, count, total in calls)

@@ -15,12 +15,14 @@ from client_app.app import check_node, client_settings
 from osfl.cli import doctor, estimate, preflight
 from osfl.config import ConfigError, RunConfig, parse_node_config, parse_run_config
 from osfl.kit.check import check_steps
-from osfl.kit.kits import KitError, kit_shapes
+from osfl.kit.kits import KitError
 from osfl.kit.run_check import check_initial_weights
+from osfl.kit.shapes import kit_shapes
 from osfl.kit.used_parts import run_models
 from osfl.models.classifiers import ClassifierError, build_classifier, new_classifier
 from osfl.models.diffusion import DDIMScheduler, load_kit, timesteps
 from server_app.app import check_server
+from tests.helpers.encoder_folders import save_whole_clip
 from tests.helpers.hub_requests import weights_of
 from tests.helpers.loopback_hub import Hub
 from tests.helpers.settings import ROOT, quick
@@ -31,8 +33,9 @@ NET = "shufflenet_v2_x1_0"
 NAMED = {
     "captioner": ("oscar", "captioner", "clients"),
     "image-encoder": ("espresso", "image_encoder", "clients"),
-    "synthesis.small-decoder": ("prompts-only", "small_decoder", "server"),
+    "synthesis.tiny-decoder": ("prompts-only", "tiny_decoder", "server"),
     "synthesis.lora": ("prompts-only", "lora", "server"),
+    "zero-shot.clip": ("zero-shot", "clip", "server"),
     "classifier.init": ("local", "classifiers", "clients"),
 }
 
@@ -50,6 +53,8 @@ def named_apart(key: str, folder: Path) -> tuple[RunConfig, Path]:
         folder.mkdir()
         file = folder / f"{NET}.safetensors"
         save_file(build_classifier(NET, 10, True).state_dict(), file)
+    elif key == "zero-shot.clip":
+        file = save_whole_clip(folder) / "model.safetensors"
     else:
         shutil.copytree(source / part, folder)
         if key == "image-encoder":
@@ -115,17 +120,17 @@ def test_a_run_lists_every_model_that_it_names(tmp_path: Path) -> None:
         assert model.source == str(tmp_path / key)
         assert (side, (part,)) == listed[key]
     statistics = parse_run_config(quick(method="fedcgs"))
-    begun = [(m.loaded_by, m.key) for m in run_models(statistics) if m.classifier]
-    assert begun == [("server", "classifier.init"), ("clients", "classifier.init")]
+    init_models = [(m.loaded_by, m.key) for m in run_models(statistics) if m.classifier]
+    assert init_models == [("server", "classifier.init"), ("clients", "classifier.init")]
 
 
-def test_a_model_of_the_hub_is_judged_by_its_settings_until_it_is_fetched(
+def test_a_model_of_the_hub_is_checked_by_its_settings_until_it_is_fetched(
     served: Hub, home: Path, tmp_path: Path
 ) -> None:
     """And does not hide another model that does not fit."""
-    config, file = named_apart("synthesis.small-decoder", tmp_path / "apart")
+    config, file = named_apart("synthesis.tiny-decoder", tmp_path / "apart")
     settings = {**quick(method="oscar", captioner="owner/blip"), "kit": "digits"}
-    settings["synthesis.small-decoder"] = str(file.parent)
+    settings["synthesis.tiny-decoder"] = str(file.parent)
     config = parse_run_config(settings)
     _, models = doctor.check_models(config)
     assert "owner/blip, of which a run will fetch 0." in models.text
@@ -152,22 +157,26 @@ def test_initial_weights_are_checked_once_without_their_numbers(
         check_initial_weights(config.classifier, "", "classifier.init")
 
 
-@pytest.mark.parametrize("method", ["feddeo", "domain-vector", "fedcgs", "fedlmg", "espresso"])
-def test_a_run_with_the_shipped_kit_is_checked_without_the_models_libraries(
-    tmp_path: Path, method: str
+@pytest.mark.slow
+def test_runs_with_the_shipped_kit_are_checked_without_the_models_libraries(
+    tmp_path: Path,
 ) -> None:
     code = (
-        "import sys; from osfl.cli.preflight import main; status = main(); "
-        "print(status, sorted({'diffusers', 'transformers', 'peft'} & set(sys.modules)))"
+        "import io, sys\n"
+        "from osfl.cli.preflight import main\n"
+        "for request in sys.argv[1:]:\n"
+        "    sys.stdin = io.StringIO(request)\n"
+        "    status = main()\n"
+        "    print(status, sorted({'diffusers', 'transformers', 'peft'} & set(sys.modules)))\n"
     )
-    request = {"overrides": {"method": method}, "runs": str(tmp_path / "runs")}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        input=json.dumps(request).encode(),
-        capture_output=True,
+    requests = [
+        json.dumps({"overrides": {"method": method}, "runs": str(tmp_path / "runs")})
+        for method in ("feddeo", "domain-vector", "fedcgs", "fedlmg", "espresso")
+    ]
+    result = subprocess.run(
+        [sys.executable, "-c", code, *requests], cwd=ROOT, capture_output=True, text=True
     )
-    assert done.stdout.decode().splitlines()[-1:] == ["0 []"], done.stderr.decode()[-2000:]
+    assert result.stdout.splitlines() == ["0 []"] * len(requests), result.stderr[-2000:]
 
 
 @pytest.mark.parametrize("spacing", ["leading", "linspace", "trailing"])

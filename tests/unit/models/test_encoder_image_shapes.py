@@ -1,7 +1,4 @@
-"""What encoders see of a picture of any shape.
-
-What the library's own processor makes of it, to the bit.
-"""
+"""Encoders preprocess images of any shape as the library's own processors do, to the bit."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -62,7 +59,7 @@ def test_a_captioner_squeezes_a_picture_of_any_shape_as_its_own_processor(tmp_pa
 
 
 def test_pictures_of_a_folder_fit_their_encoder(tmp_path: Path) -> None:
-    """Of several shapes in one tensor; turned upright first, as everywhere."""
+    """Pictures of several shapes are in one tensor, turned upright first."""
     folder = tmp_path / "data" / "train" / "cat"
     folder.mkdir(parents=True)
     (tmp_path / "data" / "test").mkdir()
@@ -76,10 +73,10 @@ def test_pictures_of_a_folder_fit_their_encoder(tmp_path: Path) -> None:
         parse_run_config(defaults()).data, name="folder", classes="cat,dog", image_size=32
     )
     node = NodeConfig(data_dir=str(tmp_path / "data"))
-    made = load_images(config, node, "train", 0, encoder.fit)
-    assert made.pixels.shape == (2, 3, 256, 256)
+    pictures = load_images(config, node, "train", 0, encoder.fit)
+    assert pictures.pixels.shape == (2, 3, 256, 256)
     assert torch.equal(
-        made.pixels[0], encoder.fit(torch.from_numpy(np.array(upright)).permute(2, 0, 1))
+        pictures.pixels[0], encoder.fit(torch.from_numpy(np.array(upright)).permute(2, 0, 1))
     )
     assert load_images(config, node, "train", 0).pixels.shape == (2, 3, 32, 32)
 
@@ -104,8 +101,8 @@ def test_clients_load_their_images_as_their_encoders_want_them(
         object.__setattr__(job, "load", load)
         half.make_payload(job)
         owners = [type(fit.__self__).__name__ for fit in asked if callable(fit)]
-        wanted = "Captioner" if method in ("oscar", "fgl") else "ImageEncoder"
-        assert owners == [wanted], method
+        encoder_class = "Captioner" if method in ("oscar", "fgl") else "ImageEncoder"
+        assert owners == [encoder_class], method
 
 
 def test_the_shipped_encoders_see_digits_as_they_are() -> None:

@@ -1,4 +1,4 @@
-"""What CLIP, DINOv2 and BLIP see of pixels is what the library's own processors make of a picture.
+"""CLIP, DINOv2 and BLIP preprocess pixels as the library's own processors do.
 
 The library has each processor twice: over torchvision, which the product uses, and over Pillow, as
 the models were trained with. How pictures become pixels for an encoder is in
@@ -68,7 +68,9 @@ def noise(width: int, height: int) -> torch.Tensor:
 def test_an_encoder_sees_what_its_processors_make_of_a_picture(
     encoder_folder: Path, width: int, height: int
 ) -> None:
-    """To the bit, and within two grey levels of Pillow's, which rounds after each of two passes."""
+    """Equal to the bit, and within two gray levels of Pillow's, which rounds after each of two
+    passes.
+    """
     image = textured(width, height)
     ours = seen_by_encoder(encoder_folder, noise(width, height))
     theirs = AutoImageProcessor.from_pretrained(encoder_folder)

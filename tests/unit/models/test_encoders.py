@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import BitImageProcessor, Dinov2Config, Dinov2Model
 
-from osfl.kit.kits import kit_shapes
+from osfl.kit.shapes import kit_shapes
+from osfl.methods import oscar
 from osfl.models import encoders
 
 CPU = torch.device("cpu")
@@ -22,18 +23,18 @@ def text(tiny_kit: Path) -> encoders.TextEncoder:
 
 
 def pictures(count: int) -> torch.Tensor:
-    made = torch.randint(256, (count, 3, 32, 32), generator=torch.Generator().manual_seed(0))
-    return made.to(torch.uint8)
+    pixels = torch.randint(256, (count, 3, 32, 32), generator=torch.Generator().manual_seed(0))
+    return pixels.to(torch.uint8)
 
 
 def test_texts_of_all_lengths_have_the_encoders(text: encoders.TextEncoder) -> None:
     length, width = text.shape
     texts = ["", "six", LONG]
     assert text.tokens(texts).shape == (3, length)
-    assert text(texts).shape == (3, length, width)
+    assert text.states(texts).shape == (3, length, width)
     assert text.tokens(texts)[2, -1] == text.tokenizer.eos_token_id
-    for row, one in zip(text(texts), texts, strict=True):
-        assert torch.allclose(row, text([one])[0], atol=1e-6)
+    for row, sentence in zip(text.states(texts), texts, strict=True):
+        assert torch.allclose(row, text.states([sentence])[0], atol=1e-6)
 
 
 def test_a_texts_tokens_are_counted_without_the_marks(text: encoders.TextEncoder) -> None:
@@ -71,7 +72,7 @@ def test_an_embedding_is_the_images_own(encoder: encoders.ImageEncoder) -> None:
     assert not torch.allclose(together[0], together[65], atol=1e-3)
 
 
-def test_what_is_loaded_is_frozen_and_evaluates(
+def test_a_loaded_encoder_is_frozen_and_in_evaluation_mode(
     text: encoders.TextEncoder, encoder: encoders.ImageEncoder, tiny_kit: Path
 ) -> None:
     for model in (text.model, encoder.model, encoders.load_captioner(str(tiny_kit), CPU).model):
@@ -82,9 +83,9 @@ def test_what_is_loaded_is_frozen_and_evaluates(
 
 def test_a_captioner_in_half_precision_writes_in_full(tiny_kit: Path, tmp_path: Path) -> None:
     """From a folder of its own, as a hub's."""
-    kept = encoders.load_captioner(str(tiny_kit), CPU)
-    kept.model.half().save_pretrained(tmp_path)
-    kept.processor.save_pretrained(tmp_path)
+    captioner = encoders.load_captioner(str(tiny_kit), CPU)
+    captioner.model.half().save_pretrained(tmp_path)
+    captioner.processor.save_pretrained(tmp_path)
     assert encoders.load_captioner(str(tmp_path), CPU).model.dtype == torch.float32
 
 
@@ -98,17 +99,14 @@ def test_a_caption_is_the_images_own(tiny_kit: Path) -> None:
         assert captioner(images[row : row + 1]) == [captions[row]]
     assert not any("[" in caption or caption != caption.strip() for caption in captions)
     tokens = captioner._tokens(images)
-    assert tokens.shape[1] <= 2 + encoders.MAX_TOKENS
+    assert tokens.shape[1] <= 2 + oscar.CAPTION_TOKENS
     assert torch.equal(tokens, captioner._tokens(images))
 
 
 def test_a_caption_ends_after_thirty_tokens(
     tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a captioner that never comes to an end by itself.
-
-    The mark of the beginning is before them.
-    """
+    """The captioner never ends by itself. The mark of the beginning is before the tokens."""
     captioner = encoders.load_captioner(str(tiny_kit), CPU)
     monkeypatch.setattr(captioner.model.config.text_config, "sep_token_id", 10**6)
     assert captioner._tokens(pictures(2)).shape == (2, 1 + 30)

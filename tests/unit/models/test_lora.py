@@ -124,7 +124,7 @@ def test_no_layer_is_left_out(tiny_kit: Path, tmp_path: Path) -> None:
         load_lora(file, load_kit(tiny_kit), fused=True)
 
 
-def test_what_is_saved_loads_whole(tiny_kit: Path, tmp_path: Path) -> None:
+def test_a_saved_adapter_loads_completely(tiny_kit: Path, tmp_path: Path) -> None:
     """Into our kit and into diffusers' own pipeline, to the bit of 16."""
     unet = load_kit(tiny_kit).unet
     torch.manual_seed(5)
@@ -142,12 +142,12 @@ def test_what_is_saved_loads_whole(tiny_kit: Path, tmp_path: Path) -> None:
     pipeline.load_lora_weights(str(tmp_path))
     pipeline.fuse_lora()
     pipeline.unload_lora_weights()
-    wanted = unet.state_dict()
+    expected = unet.state_dict()
     before = load_kit(tiny_kit).unet.state_dict()
     changed = 0
-    for found in (kit.unet.state_dict(), pipeline.unet.state_dict()):
-        for name, weight in wanted.items():
-            assert torch.allclose(found[name], weight, atol=5e-3), name
+    for state in (kit.unet.state_dict(), pipeline.unet.state_dict()):
+        for name, weight in expected.items():
+            assert torch.allclose(state[name], weight, atol=5e-3), name
             changed += not torch.allclose(before[name], weight, atol=1e-2)
     assert changed > 10
 
@@ -170,7 +170,7 @@ SCHEDULERS = {"lcm": diffusers.LCMScheduler, "tcd": diffusers.TCDScheduler}
 
 @pytest.mark.parametrize("solver", ["lcm", "tcd"])
 def test_few_steps_are_diffusers_own(tiny_kit: Path, lora: Path, solver: str) -> None:
-    """Its pipeline with the same weights, scheduler and noise in the steps."""
+    """The pipeline has the same weights, scheduler and noise in the steps."""
     kit = distilled(tiny_kit, lora, solver=solver)
     pipeline = load_pipeline(tiny_kit)
     pipeline.load_lora_weights(str(lora))
@@ -204,7 +204,7 @@ def test_an_image_is_the_same_in_any_batch(tiny_kit: Path, lora: Path, solver: s
         # And no noise of torch's own
         torch.manual_seed(7)
         assert torch.equal(samplers.denoise(kit, z, 3, predicted(kit)), together)
-    drawn = [torch.randn(4, generator=one) for one in samplers._own_generators(z)]
+    drawn = [torch.randn(4, generator=generator) for generator in samplers._own_generators(z)]
     assert not torch.equal(drawn[0], drawn[1])
 
 
@@ -221,12 +221,12 @@ def test_the_first_steps_are_the_base_models(tiny_kit: Path, lora: Path, solver:
         return predicted(plain if len(asked) == 1 else fused)(z, t)
 
     with torch.no_grad():
-        found = samplers.denoise(kit, noise(), 3, predicted(kit))
-        wanted = samplers.denoise(plain, noise(), 3, by_turns)
-        other = samplers.denoise(fused, noise(), 3, predicted(fused))
+        latents = samplers.denoise(kit, noise(), 3, predicted(kit))
+        expected = samplers.denoise(plain, noise(), 3, by_turns)
+        fused_latents = samplers.denoise(fused, noise(), 3, predicted(fused))
     assert len(asked) == 3
-    assert (found - wanted).norm() / wanted.norm() < 1e-4
-    assert (other - wanted).norm() / wanted.norm() > 1e-3
+    assert (latents - expected).norm() / expected.norm() < 1e-4
+    assert (fused_latents - expected).norm() / expected.norm() > 1e-3
 
 
 def test_the_engine_loads_what_the_settings_name(tiny_kit: Path, lora: Path) -> None:
@@ -235,8 +235,8 @@ def test_the_engine_loads_what_the_settings_name(tiny_kit: Path, lora: Path) -> 
     ).synthesis
     fused = load_engine(str(tiny_kit), CPU, settings)
     expected = distilled(tiny_kit, lora).unet.state_dict()
-    found = fused.unet.state_dict()
-    assert all(torch.allclose(value, expected[name], atol=1e-5) for name, value in found.items())
+    state = fused.unet.state_dict()
+    assert all(torch.allclose(value, expected[name], atol=1e-5) for name, value in state.items())
     assert fused.sampling == Sampling("lcm")
     hybrid = load_engine(str(tiny_kit), CPU, replace(settings, base_steps=1))
     assert hybrid.sampling.base_steps == 1
@@ -251,7 +251,7 @@ def test_the_engine_loads_what_the_settings_name(tiny_kit: Path, lora: Path) -> 
 
 
 def test_other_weights_are_other_images(tiny_kit: Path, lora: Path, tmp_path: Path) -> None:
-    """What shapes an image has their digest, wherever they lie."""
+    """Settings that shape an image have the weights' digest, whatever their folder."""
 
     def shaping(**settings: object) -> dict:
         config = parse_run_config(quick(method="prompts-only", kit=str(tiny_kit), **settings))
@@ -263,8 +263,8 @@ def test_other_weights_are_other_images(tiny_kit: Path, lora: Path, tmp_path: Pa
     state = load_file(file)
     state[next(iter(state))] += 1
     save_file(state, tmp_path / "other.safetensors")
-    other = shaping(synthesis__lora=str(tmp_path / "other.safetensors"))
-    assert first["lora"] != other["lora"]
+    second_identity = shaping(synthesis__lora=str(tmp_path / "other.safetensors"))
+    assert first["lora"] != second_identity["lora"]
     assert "lora" not in shaping()
 
 
@@ -279,9 +279,9 @@ def test_a_kit_has_some_of_its_own(tiny_kit: Path, lora: Path, tmp_path: Path) -
     check_sampling_kit(config)
     assert sampling_parts(config)[-1] == "lora"
     digest = kit_digest(kit, sampling_parts(config))
-    found = load_engine(str(kit), CPU, config.synthesis).unet.state_dict()
+    weights = load_engine(str(kit), CPU, config.synthesis).unet.state_dict()
     expected = distilled(tiny_kit, lora).unet.state_dict()
-    assert all(torch.allclose(value, expected[name], atol=1e-5) for name, value in found.items())
+    assert all(torch.allclose(value, expected[name], atol=1e-5) for name, value in weights.items())
 
     file = kit / "lora" / "pytorch_lora_weights.safetensors"
     state = load_file(file)
@@ -293,17 +293,17 @@ def test_a_kit_has_some_of_its_own(tiny_kit: Path, lora: Path, tmp_path: Path) -
         check_sampling_kit(config)
 
 
-def test_weights_that_cannot_be_used_are_told_before_work(
+def test_unusable_weights_are_reported_before_work(
     tiny_kit: Path, lora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pickle = tmp_path / "pytorch_lora_weights.bin"
     pickle.write_bytes(b"pickle")
-    other = tmp_path / "weights.safetensors"
-    save_file({"a": torch.zeros(1)}, other)
+    foreign_file = tmp_path / "weights.safetensors"
+    save_file({"a": torch.zeros(1)}, foreign_file)
     cases = [
         (pickle, "must be a safetensors file; a pickle could run code"),
         (tmp_path, "_weights.safetensors; the only weights there are pytorch_lora_w"),
-        (other, "weights.safetensors has no tensors of a LoRA"),
+        (foreign_file, "weights.safetensors has no tensors of a LoRA"),
         (tmp_path / "none", "no such folder"),
     ]
     for source, message in cases:
@@ -355,13 +355,13 @@ def halved(state: State) -> State:
 
 
 def with_dora(state: State) -> State:
-    """Which diffusers leaves out, with a warning in its log."""
+    """Return weights that diffusers ignores, with a warning in its log."""
     name = first_of(state).replace("lora_down.weight", "dora_scale")
     return {**state, name: torch.ones(32, 1)}
 
 
 def in_pefts_names(state: State, layers: Mapping[str, str]) -> State:
-    """As `save_lora` writes them.
+    """Rename weights to the names that `save_lora` writes.
 
     Args:
         layers: the UNet's, by what kohya's scripts call them.

@@ -34,10 +34,7 @@ def change(file: Path, **settings: object) -> None:
     ],
 )
 def test_a_schedule_that_ends_at_pure_noise_is_refused(scheduler: Path, settings: dict) -> None:
-    """Whether the flag says so or the betas do, and whatever the spacing.
-
-    Clients train at all timesteps.
-    """
+    """The flag or the betas say so, with any spacing. Clients train at all timesteps."""
     change(scheduler, **settings)
     with pytest.raises(KitError, match=r"kit = .*zero terminal SNR.*rescale_betas_zero_snr"):
         load_noise_schedule(str(scheduler.parent.parent))

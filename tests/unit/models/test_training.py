@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from osfl.config import ConfigError, parse_run_config
-from osfl.models.training import fit, new_augmentation
+from osfl.models.training import ExtraLoss, _pixel_device, fit, local_recipe, new_augmentation
 from osfl.util.pixels import LazyPixels
 from tests.helpers.settings import plain_classifier, quick
 
@@ -46,12 +46,12 @@ def moved(places: list[float], in_a_round: bool = False, **settings: object) -> 
     pixels = torch.zeros(2 * STEPS, 3, 8, 8, dtype=torch.uint8)
     labels = torch.zeros(2 * STEPS, dtype=torch.long)
     config = plain_classifier(epochs=1, batch_size=2, lr=0.5, **settings)
-    epochs = 1 if in_a_round else None
-    return fit(model, pixels, labels, config, 0, CPU, epochs=epochs, penalty=pull)
+    recipe = local_recipe(config, 1) if in_a_round else config
+    return fit(model, pixels, labels, recipe, 0, CPU, extra=ExtraLoss(penalty=pull))
 
 
 def rates(model: Still, places: list[float]) -> list[float]:
-    """How far every step went, in the learning rate that the settings give."""
+    """Return how far every step went, in the learning rate that the settings give."""
     path = [*places, model.number.item()]
     return [2 * (before - after) for before, after in pairwise(path)]
 
@@ -127,7 +127,9 @@ def one_step(model: Logits, **settings: object) -> np.ndarray:
 
 
 def gradient(means: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """Of the mean cross-entropy of `Logits`: the mean of x (softmax(x w) - target)."""
+    """Return the gradient of the mean cross-entropy of `Logits`: the mean of x (softmax(x w) -
+    target).
+    """
     logits = means[:, None] * np.array([0.3, -0.2, 0.1])
     shares = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
     return (means[:, None] * (shares - targets)).mean(axis=0)
@@ -145,7 +147,7 @@ def test_smoothed_labels_are_spread_over_all_classes() -> None:
 
 @pytest.mark.parametrize("mixing", ["mixup", "cutmix"])
 def test_mixed_images_have_mixed_labels(mixing: str) -> None:
-    """As much of each label as of its image: how much, the mixed images' means tell."""
+    """A label has the share of its image, which the mixed images' means show."""
     black, white = one_mean(0), one_mean(255)
     model = Logits()
     moved_by = one_step(model, mixing=mixing)
@@ -158,7 +160,7 @@ def test_mixed_images_have_mixed_labels(mixing: str) -> None:
 
 
 def one_mean(value: int) -> float:
-    """What `Logits` sees of an image of one grey."""
+    """Return what `Logits` sees of an image of one gray."""
     model = Logits()
     pixels = torch.full((2, 3, 8, 8), value, dtype=torch.uint8)
     config = plain_classifier(epochs=1, batch_size=2, lr=1.0)
@@ -173,7 +175,7 @@ def picture() -> torch.Tensor:
 
 
 def mirrored(image: torch.Tensor) -> bool:
-    """Whether its bright corner is at the right."""
+    """Return whether the bright corner is at the right."""
     return bool(image[:, :, 16:].float().mean() > image[:, :, :16].float().mean())
 
 
@@ -185,10 +187,10 @@ def test_an_image_is_another_each_time(name: str, flips: bool) -> None:
     augment = new_augmentation(name, 32)
     assert augment is not None
     torch.manual_seed(0)
-    made = [augment(picture()) for _ in range(40)]
-    assert {(image.dtype, tuple(image.shape)) for image in made} == {(torch.uint8, (3, 32, 32))}
-    assert len({image.numpy().tobytes() for image in made}) > 20
-    assert any(mirrored(image) for image in made) == flips
+    images = [augment(picture()) for _ in range(40)]
+    assert {(image.dtype, tuple(image.shape)) for image in images} == {(torch.uint8, (3, 32, 32))}
+    assert len({image.numpy().tobytes() for image in images}) > 20
+    assert any(mirrored(image) for image in images) == flips
 
 
 def test_a_flip_and_a_crop_invent_no_colour() -> None:
@@ -196,12 +198,12 @@ def test_a_flip_and_a_crop_invent_no_colour() -> None:
     augment = new_augmentation("flip-crop", 32)
     image = picture()
     image[:, 14:18, 14:18] = torch.tensor([7, 8, 9])[:, None, None]
-    known = set(image.unique().tolist())
+    colors = set(image.unique().tolist())
     torch.manual_seed(0)
     for _ in range(20):
-        made = augment(image)  # type: ignore[misc]
-        assert set(made.unique().tolist()) <= known
-        assert int((made[0] == 7).sum()) >= 16
+        variant = augment(image)  # type: ignore[misc]
+        assert set(variant.unique().tolist()) <= colors
+        assert int((variant[0] == 7).sum()) >= 16
 
 
 def network() -> nn.Module:
@@ -218,9 +220,9 @@ def pixels_and_labels() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def trained(pixels: torch.Tensor | LazyPixels | None = None, **settings: object) -> torch.Tensor:
-    own, labels = pixels_and_labels()
+    images, labels = pixels_and_labels()
     config = plain_classifier(**{"epochs": 3, "batch_size": 4, "lr": 0.05, **settings})
-    model = fit(network(), own if pixels is None else pixels, labels, config, 0, CPU)
+    model = fit(network(), images if pixels is None else pixels, labels, config, 0, CPU)
     return torch.cat([value.flatten().float() for value in model.state_dict().values()])
 
 
@@ -249,25 +251,26 @@ def test_steps_take_the_place_of_epochs() -> None:
     """Three passes over ten images in batches of four are nine steps; the course of the learning
     rate is as long.
     """
-    for more in ({}, {"schedule": "one-cycle", "warm_up": 0.3}):
-        in_steps = trained(steps=9, **{"epochs": 1, **more})
-        assert torch.equal(in_steps, trained(**more))
-        assert not torch.equal(trained(steps=8, **more), in_steps)
+    for settings in ({}, {"schedule": "one-cycle", "warm_up": 0.3}):
+        in_steps = trained(steps=9, **{"epochs": 1, **settings})
+        assert torch.equal(in_steps, trained(**settings))
+        assert not torch.equal(trained(steps=8, **settings), in_steps)
 
 
 def test_steps_are_counted_without_batches_of_one_and_not_in_a_round() -> None:
     pixels, labels = pixels_and_labels()
-    seen: list[tuple[int, int]] = []
+    reports: list[tuple[int, int]] = []
 
     def note(done: int, total: int) -> None:
-        seen.append((done, total))
+        reports.append((done, total))
 
     for count, per_pass in ((9, 2), (10, 3), (8, 2), (3, 1)):
         for steps, epochs, expected in ((7, None, 7), (1, None, 1), (7, 3, 3 * per_pass)):
             config = plain_classifier(epochs=1, batch_size=4, lr=0.01, steps=steps)
             part = pixels[:count], labels[:count]
-            fit(network(), *part, config, 0, CPU, epochs=epochs, progress=note)
-            assert seen[-1] == (expected, expected)
+            recipe = local_recipe(config, epochs) if epochs else config
+            fit(network(), *part, recipe, 0, CPU, progress=note)
+            assert reports[-1] == (expected, expected)
 
 
 def test_images_that_are_decoded_ahead_are_the_same_ones() -> None:
@@ -285,17 +288,17 @@ def test_images_that_are_decoded_ahead_are_the_same_ones() -> None:
 
 
 def test_images_of_a_batch_are_augmented_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[torch.Tensor] = []
+    batches: list[torch.Tensor] = []
 
     def watched(model: nn.Module, given: tuple[torch.Tensor]) -> None:
-        seen.append(given[0])
+        batches.append(given[0])
 
     model = network()
     model.register_forward_pre_hook(watched)
     pixels = picture()[:, ::2, ::2].repeat(8, 1, 1, 1)
     config = plain_classifier(epochs=1, batch_size=8, lr=0.01, augmentation="flip-crop")
     fit(model, pixels, torch.arange(8) % 3, config, 0, CPU)
-    assert len({image.numpy().tobytes() for image in seen[0]}) > 4
+    assert len({image.numpy().tobytes() for image in batches[0]}) > 4
 
 
 @pytest.mark.parametrize("method", ["fedlmg", "fedcado"])
@@ -331,5 +334,20 @@ def test_batch_norms_statistics_are_averaged_too() -> None:
     average = passed[0]
     for value in passed[1:]:
         average = 0.75 * average + 0.25 * value
-    found = model[1].running_mean[0].item()  # type: ignore[index]
-    assert found == pytest.approx(average, abs=1e-6)
+    mean = model[1].running_mean[0].item()  # type: ignore[index]
+    assert mean == pytest.approx(average, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("free", "augmentation", "expected"),
+    [(384, "none", "cuda"), (383, "none", "cpu"), (10**6, "flip-crop", "cpu")],
+)
+def test_a_gpu_holds_images_in_half_of_its_free_memory(
+    free: int, augmentation: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An image has 192 bytes."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 10**9))
+    pixels = torch.zeros(1, 3, 8, 8, dtype=torch.uint8)
+    config = plain_classifier(augmentation=augmentation)
+    assert _pixel_device(pixels, config, torch.device("cuda")).type == expected
+    assert _pixel_device(pixels, config, CPU) == CPU

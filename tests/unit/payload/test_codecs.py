@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from osfl.config import ConfigError, RunConfig, parse_run_config
-from osfl.config.markers import OneOf, markers_of
 from osfl.payload import wire
 from osfl.payload.codecs import BLOCK, MAX_LEVEL, NUMBERS_PER_PART, pack, packed_size, unpack
 from osfl.payload.kinds import Classifier, Descriptions, DomainVector, Payload, Votes
 from osfl.payload.v1 import payload_pb2 as pb
+from osfl.util.markers import OneOf, markers_of
 from tests.helpers.payload_examples import CLASSES, CLASSIFIER, KINDS, STATE, expected_of
 from tests.helpers.settings import quick
 
@@ -29,8 +29,8 @@ EXPECTED = wire.Expected(
 
 def there_and_back(numbers: list[float], codec: str) -> list[float]:
     data = pack(np.array(numbers, "<f4"), codec)
-    found: list[float] = unpack(data.tobytes(), len(numbers), codec).tolist()
-    return found
+    values: list[float] = unpack(data.tobytes(), len(numbers), codec).tolist()
+    return values
 
 
 def test_eight_bits_are_steps_of_the_largest_over_127() -> None:
@@ -58,25 +58,25 @@ def test_numbers_are_steps_of_the_scale_as_it_is_sent() -> None:
     assert there_and_back([100.0, 99.6142], "int8") == pytest.approx([127 * step, 126 * step])
 
 
-def test_what_is_too_small_for_a_scale_keeps_its_sign() -> None:
+def test_a_number_too_small_for_a_scale_keeps_its_sign() -> None:
     """1.4 times float16's smallest number is sent as that number: 178 steps, of 127."""
     smallest = 2.0**-24
     largest = 127 * 1.4 * smallest
-    found = there_and_back([largest, -largest], "int8")
-    assert found == pytest.approx([127 * smallest, -127 * smallest])
+    values = there_and_back([largest, -largest], "int8")
+    assert values == pytest.approx([127 * smallest, -127 * smallest])
     assert there_and_back([smallest, 0.0], "int8") == [0.0, 0.0]
 
 
 def test_a_block_has_a_scale_of_its_own() -> None:
     """A large number spoils its own 64 numbers, and no others."""
     numbers = [0.7] * 63 + [7.0] + [0.7] * 64
-    found = there_and_back(numbers, "int4")
-    assert found[:64] == [1.0] * 63 + [7.0]
-    assert found[64:] == pytest.approx([0.7] * 64, rel=1e-3)
+    values = there_and_back(numbers, "int4")
+    assert values[:64] == [1.0] * 63 + [7.0]
+    assert values[64:] == pytest.approx([0.7] * 64, rel=1e-3)
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_sizes_are_what_they_are_said_to_be(codec: str) -> None:
+def test_sizes_are_the_documented_ones(codec: str) -> None:
     """Evenly spread numbers, each value as often as any other: deflating saves next to nothing."""
     numbers = np.random.default_rng(0).uniform(-1, 1, 3 * NUMBERS_PER_PART).astype("<f4")
     bits = {"raw": 32, "float16": 16, "int8": 8, "int4": 4}[codec]
@@ -100,8 +100,8 @@ def test_sizes_are_what_they_are_said_to_be(codec: str) -> None:
         assert packed_size(count, codec) == scales + -(-count * bits // 8)
         # Nothing, or a hundredth of many
         assert 0 <= packed_size(count, codec) - len(data) <= count // 50
-        found = unpack(data.tobytes(), count, codec)
-        assert found == pytest.approx(numbers[:count], abs=0.08)
+        values = unpack(data.tobytes(), count, codec)
+        assert values == pytest.approx(numbers[:count], abs=0.08)
 
 
 @given(
@@ -119,7 +119,7 @@ def test_a_number_is_off_by_half_a_step_at_most(numbers: np.ndarray, codec: str)
 
 
 @pytest.mark.parametrize("codec", sorted(MAX_LEVEL))
-def test_what_repeats_is_deflated(codec: str) -> None:
+def test_repetitions_are_deflated(codec: str) -> None:
     """1,024 equal numbers: 16 scales and 1,024 equal values are 18 to 24 bytes."""
     numbers = np.full(1024, 7.0, "<f4")
     data = pack(numbers, codec)
@@ -179,13 +179,13 @@ def test_every_kind_goes_there_and_back(method: str, codec: str) -> None:
     expected = replace(expected_of(method), codec=codec)
     back = wire.decode(coded(payload, expected), expected)
     for name, value in vars(payload).items():
-        found = getattr(back, name)
+        decoded_value = getattr(back, name)
         if isinstance(value, torch.Tensor):
-            assert (found.dtype, found.shape) == (value.dtype, value.shape)
+            assert (decoded_value.dtype, decoded_value.shape) == (value.dtype, value.shape)
             # Half a step of 11 / 7, in int4
-            assert torch.allclose(found.double(), value.double(), atol=0.8)
+            assert torch.allclose(decoded_value.double(), value.double(), atol=0.8)
         else:
-            assert found == value
+            assert decoded_value == value
 
 
 def tensors_in(blob: bytes, field: str) -> dict[str, pb.Tensor]:
@@ -199,7 +199,7 @@ def _many(values: Any) -> list[pb.Tensor]:
     return [values] if isinstance(values, pb.Tensor) else list(values)
 
 
-def test_what_must_be_exact_goes_as_it_is() -> None:
+def test_exact_numbers_are_not_coded() -> None:
     """Shares, labels, whole numbers, and what has one dimension: biases and BatchNorm's numbers.
     Variances and deviations go in float16.
     """
@@ -286,10 +286,10 @@ def test_mutated_bytes_are_refused_or_still_valid(data: st.DataObject) -> None:
         elif len(mutated) > 20:
             del mutated[at : at + data.draw(st.integers(1, 9))]
     try:
-        found = wire.decode(bytes(mutated), expected)
+        payload = wire.decode(bytes(mutated), expected)
     except wire.PayloadError:
         return
-    for value in vars(found).values():
+    for value in vars(payload).values():
         if isinstance(value, torch.Tensor):
             assert torch.isfinite(value.double()).all()
             assert value.double().abs().max() <= wire.MAX_MAGNITUDE or value.dtype == torch.int64
@@ -305,12 +305,12 @@ def test_a_payload_larger_than_its_codecs_is_refused_before_it_is_parsed() -> No
 
 
 def test_methods_whose_numbers_must_be_exact_or_that_send_none_refuse_a_codec() -> None:
-    for method in ("fedcgs", "fedavg", "prompts-domain", "fgl", "ceiling"):
+    for method in ("latent-gaussian", "fedavg", "prompts-domain", "fgl", "ceiling"):
         with pytest.raises(
             ConfigError, match=r"payload-codec = 'int8': .* set payload-codec = 'raw'"
         ):
             parse_run_config(quick(method=method, payload_codec="int8"))
-    for method in ("feddeo", "fedlmg", "espresso", "fedpft"):
+    for method in ("feddeo", "fedlmg", "espresso", "fedcgs", "fedpft"):
         parse_run_config(quick(method=method, payload_codec="int8"))
 
 
@@ -324,5 +324,5 @@ def test_messages_are_as_small_as_promised() -> None:
     votes = Votes(names, torch.zeros(345, dtype=torch.uint8))
     # A byte a class, each name with two bytes before it, and less than a hundred around
     assert 345 < len(wire.encode(votes, "votes", "job-1", "client-0")) - 345 * 12 < 445
-    one = DomainVector(names, torch.randn(1, 768))
-    assert len(wire.encode(one, "domain-vector", "job-1", "client-0", "int4")) < 6000
+    domain = DomainVector(names, torch.randn(1, 768))
+    assert len(wire.encode(domain, "domain-vector", "job-1", "client-0", "int4")) < 6000

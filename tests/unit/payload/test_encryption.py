@@ -3,6 +3,7 @@
 import hashlib
 import hmac
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ from tests.helpers.loop_grid import LoopGrid
 from tests.helpers.settings import quick
 from tests.helpers.whole_runs import metrics, nodes
 
-BLOB = b"what nobody else may read " * 40
+BLOB = b"what no one else may read " * 40
 
 
 def extract(salt: bytes, key: bytes) -> bytes:
@@ -47,17 +48,17 @@ def extract(salt: bytes, key: bytes) -> bytes:
 
 
 def expand(key: bytes, info: bytes, length: int) -> bytes:
-    found = b""
+    output = b""
     block = b""
-    while len(found) < length:
-        block = hmac.digest(key, block + info + bytes([len(found) // 32 + 1]), "sha256")
-        found += block
-    return found[:length]
+    while len(output) < length:
+        block = hmac.digest(key, block + info + bytes([len(output) // 32 + 1]), "sha256")
+        output += block
+    return output[:length]
 
 
 def opened_by_hand(sealed: bytes, key: X25519PrivateKey, info: bytes) -> bytes:
     """RFC 9180 in base mode: X25519 with HKDF-SHA256 (0x0020), HKDF-SHA256 (1), AES-256-GCM (2)."""
-    own, rest = sealed[:32], sealed[32:]
+    encapsulated_key, ciphertext = sealed[:32], sealed[32:]
     kem = b"KEM" + (0x20).to_bytes(2)
 
     def labeled_extract(suite: bytes, salt: bytes, label: bytes, ikm: bytes) -> bytes:
@@ -66,9 +67,9 @@ def opened_by_hand(sealed: bytes, key: X25519PrivateKey, info: bytes) -> bytes:
     def labeled_expand(suite: bytes, prk: bytes, label: bytes, info: bytes, length: int) -> bytes:
         return expand(prk, length.to_bytes(2) + b"HPKE-v1" + suite + label + info, length)
 
-    shared = key.exchange(X25519PublicKey.from_public_bytes(own))
+    shared = key.exchange(X25519PublicKey.from_public_bytes(encapsulated_key))
     prk = labeled_extract(kem, b"", b"eae_prk", shared)
-    secret = labeled_expand(kem, prk, b"shared_secret", own + public_bytes(key), 32)
+    secret = labeled_expand(kem, prk, b"shared_secret", encapsulated_key + public_bytes(key), 32)
     suite = b"HPKE" + (0x20).to_bytes(2) + (1).to_bytes(2) + (2).to_bytes(2)
     context = (
         b"\0"
@@ -78,15 +79,15 @@ def opened_by_hand(sealed: bytes, key: X25519PrivateKey, info: bytes) -> bytes:
     prk = labeled_extract(suite, secret, b"secret", b"")
     aes = labeled_expand(suite, prk, b"key", context, 32)
     nonce = labeled_expand(suite, prk, b"base_nonce", context, 12)
-    return AESGCM(aes).decrypt(nonce, rest, b"")
+    return AESGCM(aes).decrypt(nonce, ciphertext, b"")
 
 
 @pytest.fixture
 def key_file(tmp_path: Path) -> Path:
-    done = CliRunner().invoke(cli, ["certs", "sealing", str(tmp_path / "keys")])
-    assert done.exit_code == 0, done.output
+    result = CliRunner().invoke(cli, ["certs", "sealing", str(tmp_path / "keys")])
+    assert result.exit_code == 0, result.output
     file = tmp_path / "keys" / "sealing.key"
-    assert f"seal-to: {fingerprint(public_bytes(load_key(str(file))))}" in done.output
+    assert f"seal-to: {fingerprint(public_bytes(load_key(str(file))))}" in result.output
     return file
 
 
@@ -101,14 +102,14 @@ def test_a_sealed_payload_is_hpkes(key_file: Path) -> None:
     assert open_sealed(seal(b"", public_bytes(key), "j", "c"), key, "j", "c") == b""
 
 
-def test_what_is_not_for_this_key_job_and_client_stays_shut(key_file: Path) -> None:
+def test_a_payload_for_another_key_job_or_client_stays_sealed(key_file: Path) -> None:
     key = load_key(str(key_file))
     sealed = seal(BLOB, public_bytes(key), "job-1", "ward-7")
-    other = X25519PrivateKey.generate()
+    other_key = X25519PrivateKey.generate()
     flipped = bytearray(sealed)
     flipped[100] ^= 1
     for blob, with_key, job, client in (
-        (sealed, other, "job-1", "ward-7"),
+        (sealed, other_key, "job-1", "ward-7"),
         (sealed, key, "job-2", "ward-7"),
         (sealed, key, "job-1", "ward-8"),
         (bytes(flipped), key, "job-1", "ward-7"),
@@ -189,7 +190,7 @@ def test_a_run_with_a_key_gets_no_open_payload(home: Path, tiny_kit: Path) -> No
 
 
 @pytest.mark.parametrize("bad", [b"short", bytes(33), "text" * 8, 7])
-def test_what_is_no_key_is_refused(bad: object) -> None:
+def test_an_invalid_key_is_refused(bad: object) -> None:
     with pytest.raises(ValueError, match="sealing key must have 32 bytes"):
         unpack_public_key(question(bad))
 
@@ -249,27 +250,27 @@ def run_sealed(
 ) -> LoopGrid:
     settings = {"method": "prompts-domain", "job_id": "job", "sealing_key": str(key_file)}
     config = quick(kit=str(kit), **{**settings, **more})
-    grid = LoopGrid(app, config, [{**one, **node} for one in nodes(2)], tamper)
+    grid = LoopGrid(app, config, [{**node_config, **node} for node_config in nodes(2)], tamper)
     run_job(grid, parse_run_config(config), "job")
     return grid
 
 
 @pytest.mark.slow
-def test_what_passes_through_is_ciphertext_alone(
+def test_only_ciphertext_passes_through_the_superlink(
     home: Path, tiny_kit: Path, key_file: Path
 ) -> None:
     """The name of a client's domain is in its payload, and in no reply; the server has it open."""
-    seen: list[bytes] = []
+    blobs: list[bytes] = []
 
     def watch(index: int, kind: str, reply: Message) -> Message:
         if kind == "train":
-            seen.append(unpack_bytes(reply.content.array_records["payload"]))
+            blobs.append(unpack_bytes(reply.content.array_records["payload"]))
         return reply
 
     pin = {"seal-to": fingerprint(public_bytes(load_key(str(key_file))))}
     run_sealed(tiny_kit, key_file, pin, watch)
-    assert len(seen) == 2
-    for client, sealed in zip(("client-0", "client-1"), seen, strict=True):
+    assert len(blobs) == 2
+    for client, sealed in zip(("client-0", "client-1"), blobs, strict=True):
         stored = (home / "runs" / "job" / "payloads" / f"{client}.pb").read_bytes()
         assert client.encode() in stored
         assert client.encode() not in sealed
@@ -340,7 +341,7 @@ def test_a_site_that_knows_another_key_does_not_join(
 
 def test_a_pinned_site_takes_part_where_nothing_is_sent(home: Path, tiny_kit: Path) -> None:
     config = quick(method="prompts-only", kit=str(tiny_kit), job_id="job")
-    grid = LoopGrid(app, config, [{**one, "seal-to": "0" * 64} for one in nodes(2)])
+    grid = LoopGrid(app, config, [{**node_config, "seal-to": "0" * 64} for node_config in nodes(2)])
     run_job(grid, parse_run_config(config), "job")
     assert "train" not in {kind for _, kind in grid.sent}
 
@@ -362,7 +363,7 @@ def test_a_payload_that_is_asked_for_again_is_sealed_to_the_new_key(
     new = tmp_path / "new" / "sealing.key"
     pin = {"seal-to": fingerprint(public_bytes(load_key(str(new))))}
     run_sealed(tiny_kit, new, pin)
-    resent = {name: about["resent"] for name, about in metrics(home)["clients"].items()}
+    resent = {name: record["resent"] for name, record in metrics(home)["clients"].items()}
     assert resent["client-1"] == 1
 
 
@@ -381,26 +382,39 @@ def asked(grid: LoopGrid) -> list[int]:
     return [index for index, kind in grid.sent if kind == "train"]
 
 
+SEALED: dict[str, Path] = {}  # a run and its key: they are made once in a process
+
+
 @pytest.fixture
-def payloads(home: Path, tiny_kit: Path, key_file: Path) -> Path:
-    """Of a run that keeps them sealed."""
-    assert asked(run_sealed(tiny_kit, key_file, {}, sealed_store=True)) == [0, 1]
-    return home / "runs" / "job" / "payloads"
+def payloads(
+    home: Path, tiny_kit: Path, key_file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """Payloads of a run that keeps them sealed to the key file's key."""
+    run = home / "runs" / "job"
+    if SEALED:
+        shutil.copy(SEALED["key"], key_file)
+        shutil.copytree(SEALED["run"], run)
+    else:
+        assert asked(run_sealed(tiny_kit, key_file, {}, sealed_store=True)) == [0, 1]
+        folder = tmp_path_factory.mktemp("sealed")
+        SEALED["key"] = Path(shutil.copy(key_file, folder))
+        SEALED["run"] = Path(shutil.copytree(run, folder / "job"))
+    return run / "payloads"
 
 
 def test_payloads_stay_sealed_on_the_disk(payloads: Path, key_file: Path, tiny_kit: Path) -> None:
     """The client's name is in what the key opens, and not in what is stored."""
     for client in ("client-0", "client-1"):
         stored = (payloads / f"{client}.pb").read_bytes()
-        opened = open_sealed(stored, load_key(str(key_file)), "job", client)
-        assert client.encode() in opened
+        payload = open_sealed(stored, load_key(str(key_file)), "job", client)
+        assert client.encode() in payload
         assert client.encode() not in stored
-        about = json.loads((payloads / f"{client}.json").read_text())
-        assert about["sealed-to"] == fingerprint(public_bytes(load_key(str(key_file))))
-        assert about["sha256"] == hashlib.sha256(stored).hexdigest()
-        assert about["bytes"] == len(opened) + OVERHEAD
+        record = json.loads((payloads / f"{client}.json").read_text())
+        assert record["sealed-to"] == fingerprint(public_bytes(load_key(str(key_file))))
+        assert record["sha256"] == hashlib.sha256(stored).hexdigest()
+        assert record["bytes"] == len(payload) + OVERHEAD
         # Nor is it, or its digest, anywhere else in the run's folder
-        secrets = (opened, wire.digest(opened).encode())
+        secrets = (payload, wire.digest(payload).encode())
         for file in payloads.parent.rglob("*"):
             assert file.is_dir() or not any(secret in file.read_bytes() for secret in secrets)
     assert not [file for file in payloads.parent.rglob("*") if file.suffix == ".refused"]
@@ -412,8 +426,8 @@ def test_payloads_stay_sealed_on_the_disk(payloads: Path, key_file: Path, tiny_k
 def test_a_job_goes_on_with_what_is_sealed(payloads: Path, key_file: Path, tiny_kit: Path) -> None:
     """And does not ask again; nor where the run no more wants them to stay so."""
     before = {file: file.read_bytes() for file in payloads.glob("*.pb")}
-    for more in ({"sealed_store": True}, {}):
-        assert asked(run_sealed(tiny_kit, key_file, {}, **more)) == []
+    for options in ({"sealed_store": True}, {}):
+        assert asked(run_sealed(tiny_kit, key_file, {}, **options)) == []
         assert {file: file.read_bytes() for file in payloads.glob("*.pb")} == before
 
 
@@ -451,7 +465,7 @@ def test_without_their_key_nothing_is_lost(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", [0, 60, -1])
-def test_what_was_damaged_on_the_disk_is_asked_for_again(
+def test_a_corrupt_stored_payload_is_requested_again(
     place: int, payloads: Path, tiny_kit: Path, key_file: Path
 ) -> None:
     """And so is one client's that lies in another's place."""
@@ -468,5 +482,5 @@ def test_nothing_stays_sealed_without_a_key() -> None:
     with pytest.raises(ConfigError, match="sealed-store = true: requires a sealing-key"):
         parse_run_config(quick(method="feddeo", sealed_store=True))
     settings = {"sealed_store": True, "sealing_key": "/k", "synthesis__workers": 2}
-    with pytest.raises(ConfigError, match="sealed-store = true: with synthesis.workers = 2 opened"):
+    with pytest.raises(ConfigError, match="synthesis.workers = 2 decrypted payloads"):
         parse_run_config(quick(method="feddeo", **settings))

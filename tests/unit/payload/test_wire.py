@@ -107,14 +107,14 @@ def test_arbitrary_bytes_are_refused(noise: bytes) -> None:
 
 
 def message(**changes) -> pb.Payload:  # type: ignore[no-untyped-def]
-    made = pb.Payload.FromString(blob())
+    payload = pb.Payload.FromString(blob())
     for name, value in changes.items():
         if name == "classes":
-            del made.classes[:]
-            made.classes.extend(value)
+            del payload.classes[:]
+            payload.classes.extend(value)
         else:
-            setattr(made, name, value)
-    return made
+            setattr(payload, name, value)
+    return payload
 
 
 def refused(
@@ -150,14 +150,14 @@ def test_wrong_size_digest_and_truncation_are_named() -> None:
     assert refused(blob(), replace(DESCRIPTIONS, max_bytes=10)).field == "size"
     assert refused(blob(), sha256="0" * 64).field == "sha256"
     assert refused(blob()[:-3]).field == "message"
-    assert refused(blob() + b"\xf8\x07\x01").field == "message"  # field 127, which nobody knows
+    assert refused(blob() + b"\xf8\x07\x01").field == "message"  # field 127 is unknown
 
 
 def test_wrong_body_is_named() -> None:
-    other = pb.Payload.FromString(
+    payload = pb.Payload.FromString(
         blob(Classifier(("cat",), "resnet18", STATE), replace(CLASSIFIER, method="feddeo"))
     )
-    assert refused(other).field == "body"
+    assert refused(payload).field == "body"
 
 
 def tensor_of(made: pb.Payload) -> pb.Tensor:
@@ -165,34 +165,34 @@ def tensor_of(made: pb.Payload) -> pb.Tensor:
 
 
 def test_wrong_tensors_are_named() -> None:
-    made = message()
-    tensor_of(made).shape[1] = 5
-    assert refused(made).field == "vectors"
-    made = message()
-    tensor_of(made).dtype = pb.DTYPE_INT64
-    assert "dtype" in str(refused(made))
-    made = message()
-    tensor_of(made).codec = pb.CODEC_UNSPECIFIED
-    assert "codec" in str(refused(made))
-    made = message()
-    tensor_of(made).data = tensor_of(made).data[:-4]
-    assert "bytes" in str(refused(made))
-    made = message()
-    tensor_of(made).shape[0] = 2**60
-    assert refused(made).field == "vectors"
+    payload = message()
+    tensor_of(payload).shape[1] = 5
+    assert refused(payload).field == "vectors"
+    payload = message()
+    tensor_of(payload).dtype = pb.DTYPE_INT64
+    assert "dtype" in str(refused(payload))
+    payload = message()
+    tensor_of(payload).codec = pb.CODEC_UNSPECIFIED
+    assert "codec" in str(refused(payload))
+    payload = message()
+    tensor_of(payload).data = tensor_of(payload).data[:-4]
+    assert "bytes" in str(refused(payload))
+    payload = message()
+    tensor_of(payload).shape[0] = 2**60
+    assert refused(payload).field == "vectors"
 
 
-def test_fields_nobody_knows_inside_a_tensor_are_refused() -> None:
-    made = message()
-    hidden = tensor_of(made).SerializeToString() + b"\xf8\x07\x01"
-    made.descriptions.vectors.ParseFromString(hidden)
-    assert "does not know" in str(refused(made))
+def test_unknown_fields_inside_a_tensor_are_refused() -> None:
+    payload = message()
+    hidden = tensor_of(payload).SerializeToString() + b"\xf8\x07\x01"
+    payload.descriptions.vectors.ParseFromString(hidden)
+    assert "does not know" in str(refused(payload))
 
 
 def test_a_payload_beyond_what_the_run_can_have_is_refused_before_it_is_parsed() -> None:
-    made = message()
-    tensor_of(made).shape.extend([1] * 200_000)
-    assert refused(made, replace(DESCRIPTIONS, max_bytes=10**9)).field == "size"
+    payload = message()
+    tensor_of(payload).shape.extend([1] * 200_000)
+    assert refused(payload, replace(DESCRIPTIONS, max_bytes=10**9)).field == "size"
 
 
 @pytest.mark.parametrize("value", [3e38, -3e38])
@@ -203,7 +203,7 @@ def test_absurd_numbers_are_refused(value: float) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, 10, 11, 30])
-def test_a_reply_is_read_part_by_part_and_held_by_nobody_else(
+def test_a_reply_is_read_part_by_part_and_has_no_other_owner(
     size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parts of ten bytes.
@@ -284,9 +284,9 @@ def test_a_state_dict_must_be_exactly_the_architectures() -> None:
         refused(encoded({**STATE, "bn.running_var": torch.tensor([-1.0, 1.0])}), CLASSIFIER).field
         == "bn.running_var"
     )
-    made = pb.Payload.FromString(encoded(STATE))
-    made.classifier.state.append(made.classifier.state[0])
-    assert "twice" in str(refused(made, CLASSIFIER))
+    payload = pb.Payload.FromString(encoded(STATE))
+    payload.classifier.state.append(payload.classifier.state[0])
+    assert "twice" in str(refused(payload, CLASSIFIER))
 
 
 def test_sizes_on_the_wire() -> None:
@@ -345,9 +345,8 @@ def test_every_kind_round_trips(method: str) -> None:
     not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc"
 )
 def test_a_large_payload_is_held_no_more_than_three_times(tmp_path: Path) -> None:
-    """As in a VGG-16, one tensor is three quarters of it.
-
-    On a client the payload itself is one copy, on the server the serialised bytes.
+    """One tensor is three quarters of it, like in a VGG-16. On a client the payload itself is one
+    copy, on the server the serialized bytes.
     """
     state = {
         "fc.weight": torch.ones(150 * 250_000),
@@ -366,7 +365,7 @@ def test_a_large_payload_is_held_no_more_than_three_times(tmp_path: Path) -> Non
 
 
 def test_a_classifier_of_many_tensors_with_long_names_fits_its_bound() -> None:
-    """Its names are longer than all that the bound leaves for lengths and tags (64 KiB)."""
+    """The names are longer than all that the bound leaves for lengths and tags (64 KiB)."""
     state = {f"{number:03}{'x' * 97}": torch.tensor(1.0) for number in range(800)}
     shapes = dict.fromkeys(state, ((), torch.float32))
     expected = replace(CLASSIFIER, architectures={"resnet18": shapes}, max_bytes=10**9)
@@ -379,9 +378,9 @@ def test_as_many_and_as_long_captions_as_may_be_fit_their_bound() -> None:
     """Three bytes a character, and what a text's tag and length need, beyond 64 KiB together."""
     expected = replace(expected_of("fgl"), max_bytes=10**9, max_images=7_000)
     texts = ("\uac00" * wire.MAX_TEXT,) * 7_000
-    made = blob(Captions(("cat",), (texts,)), expected)
-    assert 7_000 * (3 * wire.MAX_TEXT + 3) < len(made) < 7_000 * (3 * wire.MAX_TEXT + 8)
-    assert wire.decode(made, expected) == Captions(("cat",), (texts,))
+    encoding = blob(Captions(("cat",), (texts,)), expected)
+    assert 7_000 * (3 * wire.MAX_TEXT + 3) < len(encoding) < 7_000 * (3 * wire.MAX_TEXT + 8)
+    assert wire.decode(encoding, expected) == Captions(("cat",), (texts,))
 
 
 @pytest.mark.parametrize("method", KINDS)
@@ -423,6 +422,12 @@ def with_field(method: str, **changes) -> bytes:  # type: ignore[no-untyped-def]
         ),
         ("espresso", {"component_means": None}, "component_means"),
         ("espresso", {"conditions": torch.ones(1, 3, 2, 3)}, "conditions"),
+        ("fedld", {"weights": torch.tensor([0.5, 0.6])}, "weights"),
+        ("fedld", {"weights": torch.tensor([-0.5, 1.5])}, "weights"),
+        ("fedld", {"weights": torch.tensor([[0.5, 0.5]])}, "weights"),
+        ("fedld", {"variances": -torch.ones(2, 1, 2, 2)}, "variances"),
+        ("latent-gaussian", {"counts": torch.tensor([0, 1])}, "counts"),
+        ("latent-gaussian", {"squares": torch.ones(2, 1, 2, 3)}, "squares"),
         ("fedbip", {"labels": torch.tensor([0, 1, 2])}, "labels"),
         ("fedbip", {"labels": torch.tensor([0, 0, 0])}, "labels"),
         ("fedbip", {"labels": torch.tensor([0, 2])}, "means"),
@@ -442,7 +447,7 @@ def with_field(method: str, **changes) -> bytes:  # type: ignore[no-untyped-def]
         ("oscar-pooled", {"vectors": torch.ones(1, 2, 3)}, "vectors"),
     ],
 )
-def test_what_a_kind_cannot_be_is_named(method: str, changes: dict, field: str) -> None:
+def test_an_impossible_value_of_a_kind_is_named(method: str, changes: dict, field: str) -> None:
     assert refused(with_field(method, **changes), expected_of(method)).field == field
 
 

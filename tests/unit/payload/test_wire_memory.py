@@ -1,7 +1,4 @@
-"""What a hostile payload may cost.
-
-At most four times its own memory, and time that grows with it.
-"""
+"""Costs of a hostile payload: at most four times its own memory, and time linear in its size."""
 
 import json
 import os
@@ -60,7 +57,7 @@ ATTACKS = {
     "a shape, not packed": ("feddeo", 10, joined(1, b"\x10\x01" * MB)),
     "shapes of no number": ("feddeo", 10, joined(1, b"\x12\x00" * MB)),
     "one tensor again and again": ("feddeo", 10, b"\x0a\x00" * MB),
-    "numbers that nobody knows": ("feddeo", 10, b"\xf8\x07\x01" * (MB // 2)),
+    "unknown numbers": ("feddeo", 10, b"\xf8\x07\x01" * (MB // 2)),
     "groups": ("feddeo", 10, b"\x0b\x0c" * MB),
     "groups in groups": ("feddeo", 10, b"\x0b" * MB),
     "another body": ("feddeo", 11, b"\x12\x00" * MB),
@@ -93,10 +90,10 @@ def test_no_input_of_the_fuzz_costs_more_than_four_times_its_size() -> None:
     """`python -m benchmarks.tools.fuzz` for longer: benchmarks/tools/tables/fuzz.md."""
     command = [sys.executable, "-m", "benchmarks.tools.fuzz", "--inputs", "72", "--json"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
+    result = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, check=True, env=environment
     )
-    maxima = json.loads(done.stdout)
+    maxima = json.loads(result.stdout)
     assert sum(most["inputs"] for most in maxima.values()) == 72
     assert maxima["as_it_should_be"]["accepted"] == 8
     for kind, most in maxima.items():
@@ -155,12 +152,12 @@ def test_texts_at_the_bound_are_held_no_more_than_four_times() -> None:
 
 
 def has_unknown_fields(message: Message) -> bool:
-    """What the decoder looked for after parsing, before there was a scan."""
+    """Return what the decoder looked for after parsing, before there was a scan."""
     if len(UnknownFieldSet(message)):
         return True
-    for known, value in message.ListFields():
-        if known.message_type:
-            values: Iterable[Message] = value if known.is_repeated else [value]
+    for field, value in message.ListFields():
+        if field.message_type:
+            values: Iterable[Message] = value if field.is_repeated else [value]
             if any(has_unknown_fields(part) for part in values):
                 return True
     return False
@@ -178,13 +175,13 @@ def scanned(data: bytes, expected: wire.Expected) -> str:
 
 def test_the_scan_knows_every_type_of_the_schema() -> None:
     kinds = pb.DESCRIPTOR.message_types_by_name.values()
-    types = {known.type for kind in kinds for known in kind.fields}
+    types = {field.type for kind in kinds for field in kind.fields}
     assert types == set(WIRE_TYPES)
 
 
 @pytest.mark.parametrize("wire_type", [0, 1, 3, 4, 5, 6, 7])
 def test_a_field_has_the_wire_type_of_its_schema(wire_type: int) -> None:
-    """Of a text 2, a length. Three bits of the tag say it."""
+    """A text has 2, a length. Three bits of the tag say it."""
     data = bytearray(blob())
     expected = DESCRIPTIONS
     last = pb.Payload.DESCRIPTOR.fields_by_name["client"].number
@@ -194,17 +191,17 @@ def test_a_field_has_the_wire_type_of_its_schema(wire_type: int) -> None:
     assert scanned(bytes(data), expected) == "client"
 
 
-def test_a_field_too_many_is_told_from_one_that_may_not_come_at_all() -> None:
-    made = pb.Payload(classes=["cat", "dog"]).SerializeToString()
+def test_a_repeated_field_is_distinguished_from_a_forbidden_one() -> None:
+    payload = pb.Payload(classes=["cat", "dog"]).SerializeToString()
     for most, words in (({"Payload.classes": 1}, "more often than"), ({}, "not")):
         with pytest.raises(ScanError) as caught:
-            scan(made, pb.Payload.DESCRIPTOR, most, 100)
+            scan(payload, pb.Payload.DESCRIPTOR, most, 100)
         assert caught.value.problem == f"classes: {words} expected in this run"
 
 
 @settings(max_examples=300)
 @given(data=st.data())
-def test_what_the_scan_lets_through_has_no_unknown_fields(data: st.DataObject) -> None:
+def test_messages_that_pass_the_scan_have_no_unknown_fields(data: st.DataObject) -> None:
     """And nothing more often than protobuf's own reading of it may have."""
     method = sorted(KINDS)[data.draw(st.integers(0, len(KINDS) - 1))]
     expected = expected_of(method)
@@ -225,12 +222,12 @@ def test_what_the_scan_lets_through_has_no_unknown_fields(data: st.DataObject) -
 
 def test_every_way_to_write_a_payload_is_read() -> None:
     """Fields in another order, and shapes that are not packed: protobuf allows both."""
-    made = pb.Payload.FromString(blob())
-    tensor = made.descriptions.vectors
+    payload = pb.Payload.FromString(blob())
+    tensor = payload.descriptions.vectors
     parts = [joined(5, tensor.data), b"\x10\x02\x10\x02\x10\x03", b"\x20\x01\x18\x01"]
     body = joined(10, joined(1, b"".join([*parts, joined(1, b"vectors")])))
-    made.ClearField("descriptions")
-    data = body + made.SerializeToString()
+    payload.ClearField("descriptions")
+    data = body + payload.SerializeToString()
     back = wire.decode(data, DESCRIPTIONS)
     assert torch.equal(back.vectors, torch.arange(12.0).view(2, 2, 3))  # type: ignore[union-attr]
 
@@ -243,10 +240,10 @@ def test_a_length_is_read_where_it_grows_by_a_byte(length: int) -> None:
 
 def with_tensor(more: bytes) -> bytes:
     """Descriptions whose tensor has more fields than an honest one's."""
-    made = pb.Payload.FromString(blob())
-    inner = made.descriptions.vectors.SerializeToString() + more
-    made.ClearField("descriptions")
-    return made.SerializeToString() + joined(10, joined(1, inner))
+    payload = pb.Payload.FromString(blob())
+    inner = payload.descriptions.vectors.SerializeToString() + more
+    payload.ClearField("descriptions")
+    return payload.SerializeToString() + joined(10, joined(1, inner))
 
 
 @pytest.mark.parametrize(
@@ -264,7 +261,7 @@ def with_tensor(more: bytes) -> bytes:
         (lambda: b"\x0a\x00" + blob()[2:], "version"),  # bytes in a number's place
         (lambda: joined(10, joined(1, b"\x10\x80")) + joined(2, b"feddeo"), "message"),
         (lambda: with_tensor(b"\x12\x02\x01\x80"), "message"),  # packed, and cut short
-        (lambda: with_tensor(b"\x30\x01"), "message"),  # a field that nobody knows
+        (lambda: with_tensor(b"\x30\x01"), "message"),  # an unknown field
         (lambda: with_tensor(b"\x33\x34"), "message"),  # a group
         (lambda: b"\x08" + b"\x80" * 10 + b"\x01" + blob()[2:], "message"),
         (lambda: b"\x08\x80", "message"),
@@ -272,7 +269,7 @@ def with_tensor(more: bytes) -> bytes:
         (lambda: b"\x12\xff\xff\xff\xff\xff\xff\xff\xff\x7f", "message"),
     ],
 )
-def test_what_the_scan_refuses_is_named(data: Callable[[], bytes], field: str) -> None:
+def test_messages_that_the_scan_refuses_are_named(data: Callable[[], bytes], field: str) -> None:
     assert scanned(data(), DESCRIPTIONS) == field
     with pytest.raises(wire.PayloadError) as caught:
         wire.decode(data(), DESCRIPTIONS)
@@ -284,14 +281,14 @@ def test_counts_are_of_the_whole_payload() -> None:
     expected = replace(expected_of("fgl"), max_images=5)
     lists = [("a cat",) * 2, ("an emu",) * 3, ("a dog",)]
     for count, field in ((2, ""), (3, "text")):
-        made = pb.Payload(version=1)
+        payload = pb.Payload(version=1)
         for texts in lists[:count]:
-            made.captions.texts.add(text=texts)
-        assert scanned(made.SerializeToString(), expected) == field
+            payload.captions.texts.add(text=texts)
+        assert scanned(payload.SerializeToString(), expected) == field
 
 
 def test_a_large_payload_is_scanned_by_its_fields_not_by_its_bytes() -> None:
-    """Its numbers are jumped over: not a byte of them is read."""
+    """Numbers are jumped over: not a byte of them is read."""
     read = set[int]()
 
     class Watched(bytes):

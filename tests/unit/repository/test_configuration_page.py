@@ -4,29 +4,37 @@ import json
 import re
 import runpy
 
-from osfl.config import NOT_IDENTITY, node_schema, schema
-from osfl.config.markers import Doc, markers_of
+import pytest
+
+from osfl.config import NOT_IDENTITY, installed_defaults, node_schema, schema
+from osfl.util.markers import Doc, markers_of
 from tests.helpers.settings import ROOT, defaults
 
 PAGE = (ROOT / "docs" / "configuration.md").read_text()
+# Sections that have all keys of another one
+SAME_KEYS = {"global-model": "classifier", "fedcado": "fedlmg"}
 
 
-def rows() -> dict[str, list[str]]:
-    """The cells of every key's row, by key.
-
-    Node-config, whose keys may be the same, by "node key".
-    """
-    found: dict[str, list[str]] = {}
+def items() -> dict[str, tuple[str, str, str]]:
+    """(default, notes, mark) of every key's list item, by key; node-config's keys as "node key"."""
+    listed: dict[str, tuple[str, str, str]] = {}
     for part, prefix in zip(PAGE.split("## Node-config"), ("", "node "), strict=True):
-        for line in re.findall(r"^\| `.*$", part, re.MULTILINE):
-            cells = [cell.strip() for cell in line.strip("|").split(" | ")]
-            found[prefix + cells[0].strip("|` ")] = cells
-    return found
+        for key, default, mark, notes in re.findall(
+            r"^- `([\w.-]+)=(.*?)`ˢ?(ᵐ?)(?: \(((?:`[^`]*`|[^)`])*)\))?: \S", part, re.MULTILINE
+        ):
+            listed[prefix + key] = default, notes, mark
+    return listed
+
+
+def base_key(key: str, section: str) -> str:
+    """Return the key of the other section that a section's key repeats; "" for another's key."""
+    head, _, name = key.partition(".")
+    return f"{SAME_KEYS[section]}.{name}" if head == section else ""
 
 
 def test_the_page_is_fresh() -> None:
-    made = runpy.run_path(str(ROOT / "docs" / "generate.py"))["page"]()
-    assert made == PAGE, "docs/configuration.md is stale: make docs-pages"
+    page = runpy.run_path(str(ROOT / "docs" / "generate.py"))["page"]()
+    assert page == PAGE, "docs/configuration.md is stale: make docs-pages"
 
 
 def test_every_key_has_a_meaning() -> None:
@@ -37,12 +45,34 @@ def test_every_key_has_a_meaning() -> None:
         assert "<" not in re.sub(r"`[^`]*`", "", doc.meaning), key
 
 
-def test_every_key_has_a_row_with_its_default() -> None:
-    found = rows()
-    assert set(found) == {*schema(), *(f"node {key}" for key in node_schema())}
-    for key, value in defaults().items():
-        assert found[key][1] == f"`{json.dumps(value)}`"
-        assert ("may change" in found[key][-1]) == (key in NOT_IDENTITY)
-    assert found["feddeo.lr"][1:3] == ["`0.1`", "1e-08 to 1,000"]
-    assert found["synthesis.solver"][2] == '`"ddim"`, `"dpm-solver++"`, `"unipc"`, `"lcm"`, `"tcd"`'
-    assert found["synthesis.cache-interval"][-1] == "approximate, but for `1`"
+def test_every_key_is_listed_with_its_default() -> None:
+    listed = items()
+    inherited = {
+        key for key in schema() for section in SAME_KEYS if base_key(key, section) in schema()
+    }
+    run_keys = set(schema()) - inherited
+    assert {"global-model.lr", "fedcado.guidance"} <= inherited
+    assert {"classifier.lr", "fedcado.noise-edits"} <= run_keys
+    assert set(listed) == run_keys | {f"node {key}" for key in node_schema()}
+    values = {**defaults(), **installed_defaults("mixed")}
+    for key in run_keys:
+        assert listed[key][0] == json.dumps(values[key])
+        assert (listed[key][2] == "ᵐ") == (key in NOT_IDENTITY)
+    assert listed["feddeo.lr"] == ("0.1", "1e-08–1,000", "")
+    solvers = '`"ddim"`, `"dpm-solver++"`, `"unipc"`, `"lcm"`, `"tcd"`'
+    assert listed["synthesis.solver"][1].startswith(solvers)
+    assert listed["synthesis.cache-interval"][1].endswith("*approximate* but for `1`")
+
+
+@pytest.mark.parametrize("name", SAME_KEYS)
+def test_a_section_with_the_keys_of_another_lists_its_other_defaults(name: str) -> None:
+    values = defaults()
+    section = PAGE.split(f"## `[{name}]`")[1].split("\n## ")[0]
+    assert f"the keys of `[{SAME_KEYS[name]}]`" in section
+    listed = dict(re.findall(rf"`({name}\.[\w-]+)=(.*?)`", section))
+    changes = {
+        key: json.dumps(value)
+        for key, value in values.items()
+        if key.startswith(f"{name}.") and values.get(base_key(key, name)) != value
+    }
+    assert listed == changes

@@ -1,6 +1,7 @@
 """The files in deploy/ and docker-compose.yml: what can be known of them without an engine.
 
-`system/test_compose.py` runs them.
+`system/test_compose.py`, `test_proxy.py` and `test_slurm.py` run them. The Helm chart is rendered
+by Helm's own code, and validated by Kubernetes' schemas; no cluster ran it.
 """
 
 import re
@@ -9,16 +10,30 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import helm_python
+import kubernetes_validate
 import pytest
 import yaml
 
-from osfl.cli.launch import _FLOWER_SWITCHES, MALLOC_SETTINGS
+from osfl.launch.flower import _FLOWER_SWITCHES, MALLOC_SETTINGS
 from tests.helpers.settings import ROOT
 from tests.helpers.system_tools import BIN
 
 COMPOSE = ROOT / "docker-compose.yml"
 SERVER = ROOT / "deploy" / "server.yml"
 CLIENT = ROOT / "deploy" / "client.yml"
+CHART = ROOT / "deploy" / "helm" / "osfl"
+# Kubernetes' release whose schemas are used
+KUBERNETES = "1.33"
+NODE = {"name": "site-a", "secret": "osfl-site-a", "imagesClaim": "images", "kitsClaim": "kits"}
+# Values of the chart: everything in one cluster, or a site's cluster alone
+WHOLE = {"nodes": [NODE, {"name": "site-b", "secret": "b"}], "server": {"kitsClaim": "kits"}}
+SITE = {
+    "superlink": {"enabled": False},
+    "server": {"enabled": False},
+    "fleet": "server.example:9092",
+    "nodes": [NODE],
+}
 ONE_SHOT = ("keys", "register", "run", "flwr")
 
 
@@ -35,18 +50,43 @@ def words(service: dict[str, Any]) -> list[str]:
     return parts
 
 
+def resources(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Render the chart as the release `demo`; its objects by kind and name."""
+    with helm_python.Chart.load(CHART) as chart:
+        files = chart.render(values=values, name="demo")
+    objects = [each for text in files.values() for each in yaml.safe_load_all(text) if each]
+    return {f"{each['kind']}/{each['metadata']['name']}": each for each in objects}
+
+
+def pods(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The specification of every pod of the chart, by its set's name."""
+    return {
+        name: each["spec"]["template"]["spec"]
+        for name, each in resources(values).items()
+        if each["kind"] == "StatefulSet"
+    }
+
+
 def flower_commands() -> dict[str, list[str]]:
     """Every Flower command in deploy/, by where it stands."""
-    found = {}
+    commands = {}
     for file in (COMPOSE, SERVER, CLIENT):
         for name, service in services(file).items():
             if (command := words(service)) and command[0].startswith("flower-"):
-                found[f"{file.name}:{name}"] = command
+                commands[f"{file.name}:{name}"] = command
     for file in (ROOT / "deploy" / "systemd").glob("*.service"):
         (line,) = re.findall(r"^ExecStart=(.*?[^\\])$", file.read_text(), re.MULTILINE | re.DOTALL)
         command = shlex.split(line.replace("\\\n", " "))
-        found[file.name] = [Path(command[0]).name, *command[1:]]
-    return found
+        commands[file.name] = [Path(command[0]).name, *command[1:]]
+    for name, pod in pods(WHOLE).items():
+        (container,) = pod["containers"]
+        commands[name] = [*container["command"], *container["args"]]
+    for file in (ROOT / "deploy" / "slurm").glob("*.sbatch"):
+        text = file.read_text().replace("\\\n", " ")
+        for line in re.findall(r"^(flower-.*) &$", text, re.MULTILINE):
+            command = shlex.split(line)
+            commands[f"{file.name}:{command[0]}"] = command
+    return commands
 
 
 @pytest.mark.slow
@@ -60,20 +100,23 @@ def test_the_installed_flower_knows_every_option(program: str) -> None:
     help_text = subprocess.run(
         [BIN / program, "--help"], capture_output=True, text=True, check=True
     ).stdout
-    known = set(re.findall(r"--[a-z-]+", help_text))
+    options = set(re.findall(r"--[a-z-]+", help_text))
     for where, command in commands.items():
-        assert {word.partition("=")[0] for word in command if word.startswith("--")} <= known, where
+        assert {word.partition("=")[0] for word in command if word.startswith("--")} <= options, (
+            where
+        )
 
 
 def test_nodes_need_a_key_and_trust_one_authority() -> None:
     for where, command in flower_commands().items():
+        options = {word.partition("=")[0] for word in command}
         if command[0] == "flower-superlink":
-            assert {"--enable-supernode-auth", "--database", "--ssl-keyfile"} <= set(command), where
+            assert {"--enable-supernode-auth", "--database", "--ssl-keyfile"} <= options, where
         else:
-            assert "--root-certificates" in command, where
+            assert "--root-certificates" in options, where
         if command[0] == "flower-supernode":
-            assert "--auth-supernode-private-key" in command, where
-        assert "--insecure" not in command, where
+            assert "--auth-supernode-private-key" in options, where
+        assert "--insecure" not in options, where
 
 
 def test_units_find_flowers_programs_and_their_settings() -> None:
@@ -186,8 +229,8 @@ def test_images_hold_no_kit_no_data_and_no_secret() -> None:
     assert re.findall(r"^USER (.*)$", recipe, re.MULTILINE)[-1] == "osfl"
 
 
-def test_a_privacy_ledger_lies_on_a_volume_apart_from_the_cache() -> None:
-    """What empties a cache must not begin a new budget."""
+def test_a_privacy_ledger_has_a_volume_of_its_own() -> None:
+    """Emptying a cache must not begin a new budget."""
     recipe = (ROOT / "deploy" / "Dockerfile").read_text()
     assert "OSFL_CACHE=/data/cache OSFL_STATE=/ledger " in recipe
     for file in (COMPOSE, CLIENT):
@@ -208,3 +251,67 @@ def test_every_client_says_which_folders_a_run_may_name() -> None:
             if command[:1] == ["flower-supernode"]:
                 assert "allowed-dirs='/app/kits'" in command[-1]
     assert "allowed-dirs='/srv/kits'" in (ROOT / "deploy/systemd/environment").read_text()
+
+
+@pytest.mark.parametrize("values", [{}, WHOLE, SITE], ids=["server", "whole", "site"])
+def test_kubernetes_knows_every_field_of_the_chart(values: dict[str, Any]) -> None:
+    assert helm_python.lint(CHART)["errors"] == []
+    objects = resources(values)
+    assert len(objects) == 3 * len(values.get("nodes", [])) + (0 if values is SITE else 8)
+    for name, each in objects.items():
+        kubernetes_validate.validate(each, KUBERNETES, strict=True)
+        # Keys are in secrets that are made beforehand, never among the chart's values
+        assert each["kind"] != "Secret", name
+    with pytest.raises(helm_python.HelmError, match="requires a secret"):
+        resources({"nodes": [{"name": "site-a"}]})
+
+
+def test_a_cluster_runs_the_chart_without_rights() -> None:
+    for name, pod in pods(WHOLE).items():
+        assert pod["securityContext"]["runAsNonRoot"], name
+        assert pod["automountServiceAccountToken"] is False, name
+        (container,) = pod["containers"]
+        context = container["securityContext"]
+        assert context["readOnlyRootFilesystem"], name
+        assert not context["allowPrivilegeEscalation"], name
+        assert context["capabilities"] == {"drop": ["ALL"]}, name
+        claims = {
+            each["metadata"]["name"]
+            for each in resources(WHOLE)[name]["spec"]["volumeClaimTemplates"]
+        }
+        mounted = {each["name"] for each in container["volumeMounts"]}
+        assert mounted == claims | {each["name"] for each in pod["volumes"]}, name
+
+
+def test_the_charts_port_8000_is_the_servers_own() -> None:
+    objects = resources(WHOLE)
+    ports = {
+        name: [port["port"] for port in each["spec"].get("ports", [])]
+        for name, each in objects.items()
+        if each["kind"] == "Service"
+    }
+    assert ports.pop("Service/demo-osfl-control") == [8000]
+    assert ports.pop("Service/demo-osfl-fleet") == [9092]
+    assert not any(ports.values())
+    assert "type" not in objects["Service/demo-osfl-control"]["spec"]
+    first, second = objects["NetworkPolicy/demo-osfl-superlink"]["spec"]["ingress"]
+    assert first == {"ports": [{"port": 9092}]}
+    (source,) = second["from"]
+    server = objects["StatefulSet/demo-osfl-server"]["spec"]["template"]["metadata"]["labels"]
+    assert source["podSelector"]["matchLabels"] == server
+    # All others have a policy that admits no peer
+    for name, pod in objects.items():
+        if pod["kind"] == "StatefulSet" and not name.endswith("superlink"):
+            policy = objects[name.replace("StatefulSet", "NetworkPolicy")]["spec"]
+            assert policy["policyTypes"] == ["Ingress"]
+            assert "ingress" not in policy
+
+
+@pytest.mark.parametrize("name", ["server.sbatch", "clients.sbatch"])
+def test_slurms_files_are_shell(name: str) -> None:
+    file = ROOT / "deploy" / "slurm" / name
+    subprocess.run(["bash", "-n", file], check=True)
+    # Slurm reads no option below the first command
+    head, _, script = file.read_text().partition("\nset -euo pipefail\n")
+    assert head.count("\n#SBATCH --") >= 6
+    assert "#SBATCH" not in script

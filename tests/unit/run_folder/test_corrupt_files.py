@@ -39,6 +39,10 @@ from tests.helpers.loop_grid import LoopGrid
 from tests.helpers.settings import quick
 
 NOBODY = 65534
+ESTIMATE = {"value": 0.9, "low": 0.8, "high": 1.0}
+TOGETHER = {"specificity": 0.9, "auroc": None, "sensitivity": ESTIMATE, "ece": ESTIMATE}
+TOGETHER |= {"brier": ESTIMATE}
+GAIN = {"local": 50.0, "points": 3.0, "low": 1.0, "high": 5.0}
 GARBAGE = b"\x00\xff\x1b[2J\x1b]52;c;cm0gLXJm\x07\xe2\x80\xae" * 20
 
 
@@ -153,53 +157,56 @@ def job(finished: Path, home: Path) -> Path:
 
 
 def say(*arguments: str | Path) -> Result:
-    """A command of `osfl`, which ends by itself, never by an exception that nobody expected."""
+    """Run a command of `osfl`, which must not end by an unexpected exception."""
     words = [str(argument) for argument in arguments]
-    done = CliRunner().invoke(cli, words, env={"COLUMNS": "300", "TERM": "dumb"})
-    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
-    assert done.output.replace("\n", "").isprintable()
-    return done
+    result = CliRunner().invoke(cli, words, env={"COLUMNS": "300", "TERM": "dumb"})
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    assert result.output.replace("\n", "").isprintable()
+    return result
 
 
 def of_each_kind(run: Path) -> list[str]:
     """One of the images, one of the units, and so on; every other file."""
     names = [str(file.relative_to(run)) for file in sorted(run.rglob("*")) if file.is_file()]
     kinds = {re.sub(r"\d+-\w+/\d+|\d+|[0-9a-f]{12,}", "", name): name for name in names}
-    return [name for name in kinds.values() if name != ".lock"]
+    # A curve is an aid, not a record
+    return [name for name in kinds.values() if name not in (".lock", "curves/FT.json")]
 
 
 def wrong(run: Path) -> list[str]:
     return [problem for finding in verify_run(run) for problem in finding.problems]
 
 
+@pytest.mark.slow
 def test_verify_names_every_file_that_is_damaged(run: Path) -> None:
     assert wrong(run) == []
     kinds = of_each_kind(run)
     assert {"config.json", "status.json", "metrics.json", "report.html", CHECKSUMS} <= set(kinds)
-    assert len(kinds) == 17
+    assert len(kinds) == 18
     for name in kinds:
         for how in DAMAGES:
             with damaged(run / name, how):
-                found = wrong(run)
+                problems = wrong(run)
             pattern = rf"{re.escape(name)} (is missing|cannot be read|is corrupt)"
             also = r"|status.json does not say that the run has finished"
             also = also if (name, how) == ("status.json", "an empty object") else ""
-            assert any(re.fullmatch(pattern + also, problem) for problem in found), (
+            assert any(re.fullmatch(pattern + also, problem) for problem in problems), (
                 name,
                 how,
-                found,
+                problems,
             )
-            assert len(found) == len(set(found)), (name, how)
-            assert all(problem.isprintable() for problem in found), (name, how)
+            assert len(problems) == len(set(problems)), (name, how)
+            assert all(problem.isprintable() for problem in problems), (name, how)
     assert wrong(run) == []
 
 
 def test_verify_notices_each_file_that_is_gone(run: Path) -> None:
     for file in sorted(run.rglob("*")):
-        if file.is_file() and file.name != ".lock":
+        # A curve is an aid, not a record
+        if file.is_file() and file.name != ".lock" and file.parent.name != "curves":
             with damaged(file, "removed"):
                 assert f"{file.relative_to(run)} is missing" in wrong(run)
-    for name in ("units", "payloads", "models", "tests", "images"):
+    for name in ("units", "payloads", "models", "tests", "histograms", "images"):
         (run / name).rename(run / ".away")
         assert any(problem.startswith(f"{name}/") for problem in wrong(run)), name
         (run / ".away").rename(run / name)
@@ -207,11 +214,11 @@ def test_verify_notices_each_file_that_is_gone(run: Path) -> None:
 
 def test_verify_notices_two_files_that_are_gone_together(run: Path) -> None:
     """Each alone would vouch for the other."""
-    for kept in ("metrics.json", "report.html"):
+    for file_name in ("metrics.json", "report.html"):
         gone = [
             name
             for name in (CHECKSUMS, "status.json", "metrics.json", "report.html")
-            if name != kept
+            if name != file_name
         ]
         for name in gone:
             (run / name).rename(run / f".{name}")
@@ -242,9 +249,15 @@ def test_rows_are_read_strictly(tmp_path: Path) -> None:
     file = tmp_path / "x.jsonl"
     file.write_text(good * 2)
     assert read_rows(file) == [row, row]
-    others = [{**row, "seed": "1"}, {**row, "file": None}, {**row, "file": "images/../x"}, [], 1]
-    others += [{key: row[key] for key in row if key != gone} for gone in row]
-    texts = [good + json.dumps(other) + "\n" for other in others]
+    wrong_rows = [
+        {**row, "seed": "1"},
+        {**row, "file": None},
+        {**row, "file": "images/../x"},
+        [],
+        1,
+    ]
+    wrong_rows += [{key: row[key] for key in row if key != gone} for gone in row]
+    texts = [good + json.dumps(wrong_row) + "\n" for wrong_row in wrong_rows]
     for text in (
         *texts,
         "",
@@ -263,7 +276,7 @@ def test_rows_are_read_strictly(tmp_path: Path) -> None:
 
 
 def test_a_picture_that_makes_pillow_raise_is_damaged(tmp_path: Path) -> None:
-    """It knows errors of its own, for one that claims to be of a billion pixels."""
+    """Pillow has errors of its own for a picture that claims a billion pixels."""
     Image.new("RGB", (1, 1)).save(tmp_path / "x.png")
     assert read_image(tmp_path / "x.png") is not None
     png = bytearray((tmp_path / "x.png").read_bytes())
@@ -310,7 +323,7 @@ def test_pixels_beyond_the_bound_are_not_decoded(
     assert (read_image(tmp_path / "x.png") is not None, bool(decoded)) == (whole, whole)
 
 
-def test_of_a_run_that_goes_on_what_is_there_is_looked_at(home: Path, config: dict) -> None:
+def test_existing_files_of_an_unfinished_run_are_verified(home: Path, config: dict) -> None:
     """A payload and a model have their records, and these have them; the rest may come yet."""
     folder = open_run_folder(parse_run_config(config), "job", 0)
     run = folder.path
@@ -349,13 +362,14 @@ def test_a_run_that_begins_again_is_not_finished(home: Path, config: dict) -> No
 
 
 def test_the_list_of_digests_is_what_sha256sum_reads(run: Path) -> None:
-    done = subprocess.run(
+    result = subprocess.run(
         ["sha256sum", "--check", "--strict", CHECKSUMS], cwd=run, capture_output=True, text=True
     )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.count(": OK\n") == 16
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.count(": OK\n") == 17
 
 
+@pytest.mark.slow
 def test_the_commands_name_what_is_damaged(run: Path, tmp_path: Path) -> None:
     """And go on without what they do not need."""
     picture = str(next((run / "images").rglob("*.png")).relative_to(run))
@@ -367,13 +381,13 @@ def test_the_commands_name_what_is_damaged(run: Path, tmp_path: Path) -> None:
                 with tempfile.TemporaryDirectory() as out:
                     os.chmod(out, 0o777)
                     written = say("shards", run, Path(out) / "out")
-            for done, hit in (
+            for result, hit in (
                 (verified, True),
                 (shown, name == "metrics.json"),
                 (written, name in ("manifest.jsonl", picture)),
             ):
-                assert done.exit_code == int(hit), (name, how, done.output)
-                assert name in done.output or not hit, (name, how, done.output)
+                assert result.exit_code == int(hit), (name, how, result.output)
+                assert name in result.output or not hit, (name, how, result.output)
     with damaged(run / "metrics.json", "removed"), damaged(run / "status.json", "garbage"):
         assert "this run has not finished (not started)" in say("show", run).output
     assert "is not the folder of a run" in say("verify", tmp_path).output
@@ -401,6 +415,15 @@ def test_the_commands_name_what_is_damaged(run: Path, tmp_path: Path) -> None:
         (("warnings",), [{}]),
         (("versions", "torch"), 2),
         (("config",), []),
+        (("figures",), []),
+        (("figures",), {"FT": {}}),
+        (("figures",), {"FT": {"together": {**TOGETHER, "specificity": "0.9"}}}),
+        (("figures",), {"FT": {"together": {**TOGETHER, "ece": {"value": 1.0, "low": 0.0}}}}),
+        (("figures",), {"FT": {"together": {"specificity": 0.9}}}),
+        (("gain",), {"clients": {}, "average": GAIN}),
+        (("gain",), {"clients": {}, "average": GAIN, "model": 3}),
+        (("withheld",), "client-0"),
+        (("withheld",), [3]),
     ],
 )
 def test_show_refuses_metrics_of_other_types(run: Path, keys: tuple, value: object) -> None:
@@ -444,9 +467,8 @@ def test_a_table_runs_again_what_is_damaged(run: Path) -> None:
 
 
 def test_a_run_without_its_config_is_refused(home: Path, config: dict) -> None:
-    """Nobody knows what its payloads and images are of.
-
-    Another seed would be taken for the same run.
+    """The settings of its payloads and images are unknown. Another seed would be taken for the same
+    run.
     """
     folder = open_run_folder(parse_run_config(config), "job", 0).path
     (folder / "config.json").rename(folder.parent / "config.json")
@@ -483,7 +505,7 @@ def test_config_changes_only_while_no_server_is_at_work(
 
 @pytest.mark.parametrize("how", [how for how in DAMAGES if how != "unreadable"])
 def test_a_payload_whose_record_is_damaged_is_set_aside(tmp_path: Path, how: str) -> None:
-    """As one that is damaged itself; its client is asked again, and nothing is lost."""
+    """The payload is handled like a corrupt one; its client is asked again, and nothing is lost."""
     folder = RunFolder(tmp_path)
     figures = {"sha256": "0", "bytes": 1, "costs": {"seconds": 1.0}}
     for client in ("a", "b"):
@@ -503,9 +525,9 @@ def test_a_model_whose_record_is_damaged_is_trained_again(tmp_path: Path, how: s
     folder = RunFolder(tmp_path)
     weights = {"w": torch.ones(2)}
     folder.store_model("FT", weights, {"inputs": "0", "seconds": 1.0})
-    found = folder.stored_model("FT", "0")
-    assert found is not None
-    assert found["w"].tolist() == [1, 1]
+    model = folder.stored_model("FT", "0")
+    assert model is not None
+    assert model["w"].tolist() == [1, 1]
     for name in ("FT.json", "FT.safetensors"):
         with damaged(tmp_path / "models" / name, how):
             assert folder.stored_model("FT", "0") is None, name
@@ -513,7 +535,7 @@ def test_a_model_whose_record_is_damaged_is_trained_again(tmp_path: Path, how: s
 
 @pytest.mark.parametrize("how", [how for how in DAMAGES if how != "unreadable"])
 def test_rounds_that_are_damaged_are_named(tmp_path: Path, how: str) -> None:
-    """They cannot be made again but all together."""
+    """Rounds can only be made again all together."""
     job = SimpleNamespace(folder=RunFolder(tmp_path))
     strategy = SimpleNamespace(memory={"h": np.ones(2)})
     start = {"w": torch.zeros(2)}
@@ -531,6 +553,7 @@ def test_rounds_that_are_damaged_are_named(tmp_path: Path, how: str) -> None:
             _resume(job, strategy, start)
 
 
+@pytest.mark.slow
 def test_the_same_run_again_makes_anew_what_can_be(job: Path, config: dict) -> None:
     """Each file that can be, one damaged in this way and one in that; then the other way round."""
     run = job
@@ -546,6 +569,7 @@ def test_the_same_run_again_makes_anew_what_can_be(job: Path, config: dict) -> N
         assert (run / "manifest.jsonl").read_bytes() == good
 
 
+@pytest.mark.slow
 def test_resuming_names_what_is_in_the_way(job: Path, config: dict) -> None:
     run = job
     for name in ("metrics.json", "tests/FT.json"):

@@ -40,8 +40,16 @@ def test_the_report_shows_both(tmp_path: Path) -> None:
     assert figures[10:] == ["15.0", "15.8", "15.4", "20.0", "19.0", "19.5"]
 
 
+def test_the_shown_model_is_one_that_was_tested(tmp_path: Path) -> None:
+    matrix = [[3, 1], [1, 3]]
+    metrics = write_report(
+        run_folder(tmp_path / "x", {"FT": {}, "S": {"a": matrix}}), ("cat", "dog")
+    )
+    assert (metrics["shown"], metrics["average"]) == ("S", 75.0)
+
+
 def table_of(tmp_path: Path, outcomes: list[Outcome]) -> str:
-    rows: dict = {one.cell.row: {} for one in outcomes}
+    rows: dict = {result.cell.row: {} for result in outcomes}
     write_table(TableFile("t", "", (0,), rows), outcomes, tmp_path, "", 1)
     return (tmp_path / "t.md").read_text()
 
@@ -51,12 +59,12 @@ def test_a_table_has_a_column_for_all_images_where_they_differ(tmp_path: Path) -
 
     Where b did not test, a's images alone.
     """
-    one = {"a": {"a": 75.0, "b": 3.125, "average": 39.0625}}
-    two = one | {"b": {"a": 50.0, "b": 50.0, "average": 50.0}}
+    accuracy = {"a": {"a": 75.0, "b": 3.125, "average": 39.0625}}
+    two = accuracy | {"b": {"a": 50.0, "b": 50.0, "average": 50.0}}
     both = {"a": UNEQUAL, "b": {"a": [[2, 2], [2, 2]], "b": [[8, 8], [8, 8]]}}
     partly = {"a": UNEQUAL, "b": {"a": both["b"]["a"]}}
     cells = [
-        outcome("FedX", 0, metrics=metrics("fedx", one) | {"over_images": {"a": 17.5}}),
+        outcome("FedX", 0, metrics=metrics("fedx", accuracy) | {"over_images": {"a": 17.5}}),
         outcome("local", 0, metrics=metrics("local", two) | {"confusion": both}),
         outcome("some", 0, metrics=metrics("local", _without_b(two)) | {"confusion": partly}),
     ]
@@ -75,8 +83,8 @@ def _without_b(accuracy: dict) -> dict:
 
 
 def test_a_table_without_a_difference_says_so(tmp_path: Path) -> None:
-    one = {"FT": {"a": 40.0, "b": 60.0, "average": 50.0}}
-    page = table_of(tmp_path, [outcome("FedX", 0, metrics=metrics("fedx", one))])
+    accuracy = {"FT": {"a": 40.0, "b": 60.0, "average": 50.0}}
+    page = table_of(tmp_path, [outcome("FedX", 0, metrics=metrics("fedx", accuracy))])
     assert "all images |" not in page
     assert "the average over clients equals the average over all test images" in page
 
@@ -93,8 +101,8 @@ def test_a_table_says_which_branches_feddeo_was_guided_by(
     tmp_path: Path, text: float, description: float, sentence: str
 ) -> None:
     scales = {"feddeo.guidance-text": text, "feddeo.guidance-description": description}
-    one = metrics("feddeo", {"FT": {"a": 40.0, "average": 40.0}}) | {"config": scales}
-    page = table_of(tmp_path, [outcome("FedX", 0, metrics=one)])
+    record = metrics("feddeo", {"FT": {"a": 40.0, "average": 40.0}}) | {"config": scales}
+    page = table_of(tmp_path, [outcome("FedX", 0, metrics=record)])
     assert (sentence in page) if sentence else ("guided by" not in page)
 
 

@@ -1,4 +1,4 @@
-"""How far a run is, for whoever watches; and what a client keeps between rounds."""
+"""Progress of a run as shown to users, and a client's cache between rounds."""
 
 import io
 import json
@@ -32,9 +32,10 @@ from client_app.methods import (
 )
 from client_app.methods.oscar import mean_encoding
 from osfl.cli import display
-from osfl.cli.launch import MAX_LINE_LENGTH
 from osfl.config import ConfigError, NodeConfig, parse_node_config, parse_run_config
 from osfl.data.load import Images
+from osfl.launch import jobs, views
+from osfl.launch.flower import MAX_LINE_LENGTH
 from osfl.models.diffusion import load_kit
 from osfl.run_folder.events import FollowedRun, log_results
 from osfl.run_folder.layout import open_run_folder
@@ -62,7 +63,12 @@ CPU = torch.device("cpu")
         (feddeo, {"method": "feddeo"}, ["encoding image", "step"]),
         (
             feddeo,
-            {"method": "feddeo", "epsilon": 8.0, "feddeo__epochs": 3, "feddeo__at_once": 8},
+            {
+                "method": "feddeo",
+                "epsilon": 8.0,
+                "feddeo__epochs": 3,
+                "feddeo__conditions_per_batch": 8,
+            },
             ["encoding image", "step"],
         ),
         (
@@ -86,39 +92,39 @@ CPU = torch.device("cpu")
 def test_a_client_says_how_far_it_is_before_its_first_step(
     home: Path, tiny_kit: Path, tiny_unclip: Path, half: Any, settings: dict, begins: list[str]
 ) -> None:
-    """Of everything that takes long: nothing done, then more and more, then all."""
-    seen: list[tuple[str, int, int]] = []
+    """Everything that takes long reports nothing done, then more and more, then all."""
+    reports: list[tuple[str, int, int]] = []
 
     def progress(done: int, total: int, what: str = "step") -> None:
-        seen.append((what, done, total))
+        reports.append((what, done, total))
 
     kit = tiny_unclip if half is feddisc else tiny_kit
     job = job_of(kit, images(*[0] * 20, *[4] * 12), **settings)
     half.make_payload(replace(job, progress=progress))
-    assert list(dict.fromkeys(what for what, _, _ in seen)) == begins
+    assert list(dict.fromkeys(label for label, _, _ in reports)) == begins
     for kind in begins:
-        done = [count for what, count, _ in seen if what == kind]
-        total = {total for what, _, total in seen if what == kind}
-        assert done[0] == 0
-        assert done == sorted(done)
-        assert total == {done[-1]}
-        assert len(set(done)) > 2
+        counts = [count for label, count, _ in reports if label == kind]
+        total = {total for label, _, total in reports if label == kind}
+        assert counts[0] == 0
+        assert counts == sorted(counts)
+        assert total == {counts[-1]}
+        assert len(set(counts)) > 2
 
 
-def test_what_a_client_wrote_is_what_the_terminal_shows(tmp_path: Path) -> None:
+def test_the_terminal_shows_the_clients_progress(tmp_path: Path) -> None:
     folder = tmp_path / f"client-0-{'0' * 12}"
     folder.mkdir()
     for line in ("encoding image 8 of 100", "step 0 of 40"):
-        what, done, _, total = line.rsplit(" ", 3)
-        handlers._ProgressFile(folder)(int(done), int(total), what)
-        table = display.client_rows({"client-0": "asked"}, tmp_path)
+        label, count, _, total = line.rsplit(" ", 3)
+        handlers._ProgressFile(folder)(int(count), int(total), label)
+        table = views.client_rows({"client-0": "asked"}, tmp_path)
         assert list(table.columns[1].cells) == [line]
 
 
 @pytest.mark.parametrize("loop", ["ddim", "unipc", "z"])
 def test_every_sampler_tells_of_its_steps(tiny_kit: Path, loop: str) -> None:
     kit = load_kit(tiny_kit)
-    seen = []
+    steps = []
     z = torch.zeros(1, *kit.latent_shape)
 
     def still(z: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
@@ -133,13 +139,13 @@ def test_every_sampler_tells_of_its_steps(tiny_kit: Path, loop: str) -> None:
 
         from osfl.models.diffusion import Sampling
 
-        other = replace(kit, sampling=Sampling("unipc"))
-        run["unipc"] = lambda: denoise(other, z, 3, still)
+        unipc_kit = replace(kit, sampling=Sampling("unipc"))
+        run["unipc"] = lambda: denoise(unipc_kit, z, 3, still)
     run[loop]()
-    with report_steps_to(lambda *step: seen.append(step)):
+    with report_steps_to(lambda *step: steps.append(step)):
         run[loop]()
     step_done(1, 1)
-    assert seen == [(1, 3), (2, 3), (3, 3)]
+    assert steps == [(1, 3), (2, 3), (3, 3)]
 
 
 def test_the_status_tells_of_the_steps_within_a_unit(
@@ -149,16 +155,16 @@ def test_the_status_tells_of_the_steps_within_a_unit(
     folder = open_run_folder(config, "job", 0)
     job = ServerJob(config, folder, Status(folder.path), ("a",))
     kit = load_kit(tiny_kit)
-    seen = []
+    steps = []
     within = job.status.step
-    monkeypatch.setattr(job.status, "step", lambda *step: seen.append(step) or within(*step))
+    monkeypatch.setattr(job.status, "step", lambda *step: steps.append(step) or within(*step))
     c = kit.text(["a"])
 
     def sample(jobs: Any) -> torch.Tensor:
-        return prompts_only.sample(kit, jobs, c.expand(len(jobs), -1, -1), 2.0, 3)
+        return prompts_only.sample(kit, jobs, c.expand(len(jobs)), 2.0, 3)
 
     synthesize(job, plan_images("m", 0, {"a": [1]}, 4), lambda device: sample)
-    assert seen == [(1, 3), (2, 3), (3, 3)] * 2
+    assert steps == [(1, 3), (2, 3), (3, 3)] * 2
     job.status.step(2, 3)
     job.status._write(immediately=True)
     assert json.loads((folder.path / "status.json").read_text())["step"] == [2, 3]
@@ -177,31 +183,29 @@ class Ending:
         return None if self.left >= 0 else 0
 
 
-def test_what_follows_the_display_begins_a_line(
+def test_output_after_the_display_begins_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the output is no terminal too; the phase is shown with the step of the unit."""
+    """Also without a terminal; the phase is shown with the step of the unit."""
     written = io.StringIO()
-    monkeypatch.setattr(display, "console", Console(file=written, width=120))
-    monkeypatch.setattr(display.time, "sleep", lambda seconds: None)
+    console = Console(file=written, width=120)
+    monkeypatch.setattr(jobs.time, "sleep", lambda seconds: None)
     state = {"phase": "synthesis", "clients": {"a": "joined"}, "done": 1, "total": 2}
-    about = {**state, "phases": [{"phase": "synthesis"}], "step": [7, 20]}
-    (tmp_path / "status.json").write_text(json.dumps(about))
-    display.watch(Ending(2), tmp_path, tmp_path)  # type: ignore[arg-type]
-    display.console.print("error the run failed")
+    status = {**state, "phases": [{"phase": "synthesis"}], "step": [7, 20]}
+    (tmp_path / "status.json").write_text(json.dumps(status))
+    with views.ConsoleDisplay(console).view() as view:
+        jobs.watch(Ending(2), tmp_path, view)  # type: ignore[arg-type]
+    console.print("error the run failed")
     *before, last = written.getvalue().splitlines()
     assert last == "error the run failed"
     assert [line.split(maxsplit=1)[1] for line in before] == ["synthesis", "a: joined"]
 
 
-def test_a_terminal_shows_clients_and_the_phase_with_the_step_of_the_unit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_terminal_shows_clients_and_the_phase_with_the_step_of_the_unit() -> None:
     written = io.StringIO()
     terminal = Console(file=written, width=120, force_terminal=True)
-    monkeypatch.setattr(display, "console", terminal)
     state = {"phase": "synthesis", "clients": {"a": "joined"}, "done": 1, "total": 2}
-    with display.new_view() as view:
+    with views.ConsoleDisplay(terminal).view() as view:
         view.show({**state, "step": [7, 20]})
     assert "synthesis step 7 of 20" in written.getvalue()
     assert re.search(r"a +joined", written.getvalue())
@@ -211,14 +215,13 @@ def test_without_a_terminal_every_change_is_a_line(monkeypatch: pytest.MonkeyPat
     """Also phases that passed between two looks; one line a minute says how far a long one is."""
     written = io.StringIO()
     now = [0.0]
-    monkeypatch.setattr(display, "console", Console(file=written, width=40))
-    monkeypatch.setattr(display.time, "monotonic", lambda: now[0])
-    with display.new_view() as view:
+    monkeypatch.setattr(views.time, "monotonic", lambda: now[0])
+    with views.ConsoleDisplay(Console(file=written, width=40)).view() as view:
         view.show({})
         phases = [{"phase": "joining"}, {"phase": "synthesis"}]
         state = {"phase": "synthesis", "phases": phases, "clients": {"a": "asked"}}
-        for done in (1, 2):
-            view.show({**state, "done": done, "total": 90})
+        for count in (1, 2):
+            view.show({**state, "done": count, "total": 90})
         now[0] = 61.0
         view.show({**state, "done": 3, "total": 90})
         ended = [*phases, {"phase": "finished"}]
@@ -230,7 +233,7 @@ def test_without_a_terminal_every_change_is_a_line(monkeypatch: pytest.MonkeyPat
 def test_a_log_that_is_followed_gives_status_and_results(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As the server wrote them, whatever else is in the log."""
+    """Both are as the server wrote them, whatever else is in the log."""
     clients = [f"client-{k}" for k in range(120)]
     metrics: dict[str, Any] = {
         "method": "feddeo",
@@ -247,10 +250,10 @@ def test_a_log_that_is_followed_gives_status_and_results(
         log_results(metrics, "/data/report.html")
         status.phase("finished")
     followed = FollowedRun()
-    others = ["client-9: status {}", "status", "status {", 'status {"phase": 1}']
+    other_lines = ["client-9: status {}", "status", "status {", 'status {"phase": 1}']
     lines = [f"INFO :      {record.getMessage()}" for record in caplog.records]
     assert max(map(len, lines)) < MAX_LINE_LENGTH
-    for line in [*lines, *(f"INFO :      {other}" for other in others[:3])]:
+    for line in [*lines, *(f"INFO :      {other_line}" for other_line in other_lines[:3])]:
         followed.read(line)
     assert followed.state["phase"] == "finished"
     assert followed.state["clients"] == {"client-0": "joined"}
@@ -261,7 +264,7 @@ def test_a_log_that_is_followed_gives_status_and_results(
     assert followed.metrics["report"] == "/data/report.html"
     assert followed.metrics["clients"]["client-119"] == {"upload_bytes": 10}
     # What begins no line of the server's own, or is none of its events, changes nothing
-    for line in ('client-1: status {"phase": "failed", "total": 0}', f"INFO :   {others[3]}"):
+    for line in ('client-1: status {"phase": "failed", "total": 0}', f"INFO :   {other_lines[3]}"):
         assert not followed.read(line)
     assert followed.state["phase"] == "finished"
     display.print_metrics(followed.metrics)
@@ -273,8 +276,10 @@ def test_a_log_that_is_followed_gives_status_and_results(
 def test_the_run_says_whether_clients_save_memory_and_the_node_goes_first(tmp_path: Path) -> None:
     def saves(run: str, node: str = "") -> bool:
         config = parse_run_config(quick(checkpointing=run))
-        given = parse_node_config({"device": "cpu", **({"checkpointing": node} if node else {})})
-        return handlers.client_job(config, given, "a", "", tmp_path).saves_memory
+        node_config = parse_node_config(
+            {"device": "cpu", **({"checkpointing": node} if node else {})}
+        )
+        return handlers.client_job(config, node_config, "a", "", tmp_path).saves_memory
 
     assert [saves("auto"), saves("on"), saves("off")] == [False, True, False]
     assert [saves("on", "off"), saves("off", "on"), saves("on", "auto")] == [False, True, False]
@@ -295,19 +300,19 @@ def test_a_run_may_go_on_with_other_checkpointing(home: Path) -> None:
 
 def test_oscar_encodes_a_class_in_batches_and_the_mean_stays(tiny_kit: Path) -> None:
     text = load_kit(tiny_kit).text
-    seen = []
+    sizes = []
     captions = [f"an image of {'seven ' * (n % 5)}" for n in range(37)]
 
     def encode(batch: Any) -> torch.Tensor:
-        seen.append(len(batch))
-        return text(batch)
+        sizes.append(len(batch))
+        return text.states(batch)
 
     mean = mean_encoding(encode, captions, FlopMeter())
-    assert seen == [16, 16, 5]
+    assert sizes == [16, 16, 5]
     assert mean.dtype == torch.float32
-    assert torch.allclose(mean, text(captions).mean(dim=0), rtol=0, atol=1e-6)
-    one = mean_encoding(text, captions[:1], FlopMeter())
-    assert torch.allclose(one, text(captions[:1])[0], rtol=0, atol=1e-6)
+    assert torch.allclose(mean, text.states(captions).mean(dim=0), rtol=0, atol=1e-6)
+    encoding = mean_encoding(text.states, captions[:1], FlopMeter())
+    assert torch.allclose(encoding, text.states(captions[:1])[0], rtol=0, atol=1e-6)
 
 
 # ---- Joining ----
@@ -331,7 +336,7 @@ def test_a_client_looks_at_a_named_encoder_when_it_joins(
     assert {kind for _, kind in grid.sent} == {"query.join"}
 
 
-def test_nobody_is_asked_where_the_server_cannot_draw(
+def test_no_client_is_asked_if_the_server_cannot_synthesize(
     home: Path, tiny_kit: Path, tmp_path: Path
 ) -> None:
     kit = shutil.copytree(tiny_kit, tmp_path / "kit")
@@ -397,9 +402,9 @@ def test_images_are_decoded_once_a_job(
     load()
     shutil.copy(picture, picture.with_name("9.png"))
     assert len(load()) == 7
-    kept = cache / "pixels.npy"
-    for damaged in (kept.read_bytes()[:-1], kept.read_bytes() + b"x"):
-        kept.write_bytes(damaged)
+    pixel_file = cache / "pixels.npy"
+    for damaged in (pixel_file.read_bytes()[:-1], pixel_file.read_bytes() + b"x"):
+        pixel_file.write_bytes(damaged)
         load()
     (cache / "pixels.json").write_text("[")
     load()
@@ -408,12 +413,12 @@ def test_images_are_decoded_once_a_job(
     assert len(calls) == 8
 
 
-def test_what_is_too_much_or_finds_no_room_is_not_kept(
+def test_images_beyond_the_cache_limit_or_disk_are_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pixels = torch.zeros(2, 3, 4, 4, dtype=torch.uint8)
-    made = Images(pixels, torch.tensor([0, 1]))
-    lazy = replace(made, pixels=LazyPixels(lambda number: pixels[number], 2))
+    dataset = Images(pixels, torch.tensor([0, 1]))
+    lazy = replace(dataset, pixels=LazyPixels(lambda number: pixels[number], 2))
     assert load_cached(tmp_path, "k", lambda: lazy) is lazy
     assert list(tmp_path.iterdir()) == []
 
@@ -421,7 +426,7 @@ def test_what_is_too_much_or_finds_no_room_is_not_kept(
         raise OSError("No space left on device")
 
     monkeypatch.setattr(image_cache, "write_atomically", full)
-    assert load_cached(tmp_path, "k", lambda: made) is made
+    assert load_cached(tmp_path, "k", lambda: dataset) is dataset
 
 
 def test_a_key_is_of_everything_that_pixels_come_from(client_folder: Path) -> None:

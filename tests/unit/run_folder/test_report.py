@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from osfl.metrics.histograms import ScoreHistograms
 from osfl.run_folder.layout import RunFolder, image_name
 from osfl.run_folder.report.metrics import gather, write_report
 from osfl.run_folder.report.page import human_seconds, scores
@@ -19,6 +21,7 @@ from osfl.run_folder.report.pictures import (
     MAX_IMAGES_PER_CLASS,
     gallery_of,
 )
+from osfl.run_folder.report.timeline import lanes_of, timeline_of
 from osfl.run_folder.status import MAX_PHASES, Status, read_status
 from tests.helpers.run_folders import run_folder
 
@@ -55,10 +58,10 @@ def draw(
 
 def test_scores_are_those_of_the_images() -> None:
     """Counted one by one; a class without a test image has no recall, and an F1 of nothing."""
-    found = scores(np.array([[3, 1, 0], [1, 2, 1], [0, 0, 0]]))
-    assert found["balanced_accuracy"] == pytest.approx(100 * (3 / 4 + 2 / 4) / 2)
+    result = scores(np.array([[3, 1, 0], [1, 2, 1], [0, 0, 0]]))
+    assert result["balanced_accuracy"] == pytest.approx(100 * (3 / 4 + 2 / 4) / 2)
     f1 = (2 * 3 / (4 + 4), 2 * 2 / (4 + 3), 0)
-    assert found["macro_f1"] == pytest.approx(100 * sum(f1) / 3)
+    assert result["macro_f1"] == pytest.approx(100 * sum(f1) / 3)
     assert scores(np.zeros((2, 2), dtype=int)) == {"balanced_accuracy": 0.0, "macro_f1": 0.0}
 
 
@@ -99,10 +102,43 @@ def test_phases_have_their_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert first == {"phase": "joining", "seconds": 2.5}
     assert last == {"phase": "synthesis", "seconds": pytest.approx(97.5, abs=30)}
     page = page_of(folder, ("cat", "dog"))
-    assert "<td>joining</td><td>2.5 s</td>" in page
+    assert '<b>joining</b><span class="span">2.5 s</span>' in page
     for number in range(MAX_PHASES + 5):
         status.phase(f"phase {number}")
     assert len(read_status(folder)["phases"]) == MAX_PHASES
+
+
+def test_clients_have_their_times_on_the_same_axis() -> None:
+    """In percent of all phases; a mark at the end stays visible."""
+    phases = [("joining", 100), ("waiting for payloads", 110), ("testing on clients", 150)]
+    times = {
+        "b": {"joined": 105, "asked": 110, "delivered": 130, "tested": 160},
+        "a": {"joined": 106, "asked": 110, "delivered": 120, "refused": 140},
+        "c": {"test": 95, "tested": 500},
+    }
+    status = {"phases": [{"phase": name, "began": at} for name, at in phases], "times": times}
+    timeline = timeline_of(status, 200)
+    assert timeline["seconds"] == 100
+    assert [(row["begin"], row["end"]) for row in timeline["phases"]] == [
+        *((0, 10), (10, 50), (50, 100))
+    ]
+    lanes = lanes_of(timeline)["clients"]
+    assert {lane["name"]: lane["seconds"] for lane in lanes} == {"a": 10, "b": 20, "c": None}
+    assert [list(map(itemgetter("kind", "left", "width"), lane["bars"])) for lane in lanes] == [
+        [("work", 10, 10), ("mark", 6, 0), ("mark", 20, 0), ("bad", 40, 0)],
+        [("work", 10, 20), ("test", 50, 10), ("mark", 5, 0), ("mark", 30, 0)],
+        # A clock that was set back, and a time after the end
+        [("test", 50, 50), ("mark", 0, 0)],
+    ]
+
+
+def test_an_older_run_has_phases_alone(tmp_path: Path) -> None:
+    assert timeline_of({"clients": {"a": "joined"}}, 1.0) == {}
+    page = page_of(run_folder(tmp_path / "x", {"FT": MATRIX}), ("cat", "dog"))
+    assert "<h2>Timeline</h2>" not in page
+    timeline = timeline_of({"phases": [{"phase": "joining", "began": 5.0}]}, 4.0)
+    assert timeline["clients"] == {}
+    assert lanes_of(timeline)["phases"][0]["bars"][0]["width"] == 100
 
 
 def test_rounds_have_their_times(tmp_path: Path) -> None:
@@ -112,9 +148,9 @@ def test_rounds_have_their_times(tmp_path: Path) -> None:
     folder = RunFolder(run_folder(tmp_path / "x", {"fedavg": MATRIX}, method="fedavg"))
     for number, seconds in ((3, 6.0), (4, 7.0), (5, 11.0)):
         folder.store_round(number, seconds, {}, {"w": torch.ones(1)}, {})
-    found = gather(folder.path)
-    assert found["rounds"] == 5
-    assert found["round_seconds"] == [
+    contents = gather(folder.path)
+    assert contents["rounds"] == 5
+    assert contents["round_seconds"] == [
         {"round": 3, "seconds": 2.0},
         {"round": 4, "seconds": 1.0},
         {"round": 5, "seconds": 4.0},
@@ -144,9 +180,9 @@ def test_the_page_is_for_every_screen(tmp_path: Path) -> None:
 def test_the_page_may_load_and_run_nothing(tmp_path: Path) -> None:
     """A policy before the first content: no script, no address, no form; its own pictures alone."""
     page = page_of(run_folder(tmp_path / "x", {"FT": MATRIX}), ("cat", "dog"))
-    found = re.search('<meta http-equiv="Content-Security-Policy" content="([^"]*)">', page)
-    assert page.index(found[0]) < min(page.index("<title>"), page.index("<style>"))
-    policy = dict(part.split(" ", 1) for part in found[1].split("; "))
+    match = re.search('<meta http-equiv="Content-Security-Policy" content="([^"]*)">', page)
+    assert page.index(match[0]) < min(page.index("<title>"), page.index("<style>"))
+    policy = dict(part.split(" ", 1) for part in match[1].split("; "))
     assert policy == {
         "default-src": "'none'",
         "img-src": "data:",
@@ -165,7 +201,7 @@ def test_a_large_run_has_a_page_of_less_than_5_mb(tmp_path: Path) -> None:
     cells = numbers.poisson(0.05, (345, 345)) + np.diag(numbers.poisson(3, 345))
     folder = run_folder(tmp_path / "x", {"FT": dict.fromkeys(names, cells.tolist())})
     draw(folder, names[:12], list(classes[:12]), MAX_IMAGES_PER_CLASS, 128, blur=8)
-    # Those of the others, which nobody opens
+    # Those of the others are not opened
     with open(RunFolder(folder).manifest_file, "a") as manifest:
         for client in names:
             for name in classes:
@@ -182,6 +218,31 @@ def test_a_large_run_has_a_page_of_less_than_5_mb(tmp_path: Path) -> None:
     assert "<details open" not in page
     assert len(re.findall('<img class="map"', page)) == 1
     assert len(re.findall("<t[dh]", page)) < 8000
+
+
+@pytest.mark.slow
+def test_a_thousand_classes_with_histograms_take_seconds(tmp_path: Path) -> None:
+    """Six clients; the time is that of this process, which busy cores double."""
+    count = 1000
+    rng = np.random.default_rng(0)
+    cells = np.diag(np.full(count, 8)) + np.roll(np.diag(np.full(count, 2)), 1, axis=1)
+    names = [f"client-{number}" for number in range(6)]
+    folder = run_folder(tmp_path / "x", {"FT": dict.fromkeys(names, cells.tolist())})
+    histograms = {}
+    for name in names:
+        positives, negatives = rng.poisson((0.04, 40), (count, 256, 2)).transpose(2, 0, 1)
+        confidence = np.stack([np.full(15, 600), np.full(15, 400), np.full(15, 400 << 20)])
+        brier = np.array([1 << 20, 1 << 19])
+        histograms[name] = ScoreHistograms(positives, negatives, confidence, brier)
+    RunFolder(folder).store_histograms("FT", histograms)
+    began = time.process_time()
+    page = page_of(folder, tuple(f"class {label}" for label in range(count)))
+    assert time.process_time() - began < 30
+    assert "1000 classes, all clients together" in page
+    metrics = RunFolder(folder).metrics_file
+    # A line for each number would be seven times as much
+    assert metrics.stat().st_size < 25e6
+    assert json.loads(metrics.read_text())["confusion"]["FT"]["client-5"] == cells.tolist()
 
 
 def test_pictures_of_noise_are_no_larger(tmp_path: Path) -> None:

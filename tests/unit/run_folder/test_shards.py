@@ -43,9 +43,8 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_shards_are_read_as_a_webdataset(run: Path, tmp_path: Path) -> None:
-    """By Hugging Face's own reader.
-
-    Every image once, with its label and where it is from, in another order than the run's.
+    """Hugging Face's own reader reads every image once, with its label and its source, in another
+    order than the run's.
     """
     files = write_shards(run, tmp_path / "out", 4)
     assert [file.name for file in files] == ["00000.tar", "00001.tar", "00002.tar"]
@@ -68,16 +67,16 @@ def test_shards_are_read_as_a_webdataset(run: Path, tmp_path: Path) -> None:
 
 
 def test_the_same_run_gives_the_same_bytes(run: Path, tmp_path: Path) -> None:
-    one, other = (
+    first_shards, second_shards = (
         [f.read_bytes() for f in write_shards(run, tmp_path / name, 4)] for name in ("one", "other")
     )
-    assert one == other
+    assert first_shards == second_shards
     assert [
         f.read_bytes() for f in write_shards(run, tmp_path / "one", 4)
-    ] == one  # over those that are there
+    ] == first_shards  # over those that are there
 
 
-def test_what_is_damaged_or_missing_is_not_written(run: Path, tmp_path: Path) -> None:
+def test_a_corrupt_or_missing_image_is_not_written(run: Path, tmp_path: Path) -> None:
     shutil.copy(run / "images/site-0/000-cat/00000.png", run / "images/site-1/000-cat/00003.png")
     with pytest.raises(ConfigError, match=r"00003.png is not the image.*osfl run"):
         write_shards(run, tmp_path / "out", 100)
@@ -88,7 +87,7 @@ def test_what_is_damaged_or_missing_is_not_written(run: Path, tmp_path: Path) ->
 
 
 def test_shards_of_something_else_are_left_alone(run: Path, tmp_path: Path) -> None:
-    """Of another size, of another run, and of who knows what."""
+    """Shards of another size, another run, or unknown origin."""
     before = [file.read_bytes() for file in write_shards(run, tmp_path / "out", 5)]
     with pytest.raises(
         ConfigError, match="has shards of another run, or of another size; set an empty folder"
@@ -106,9 +105,9 @@ def test_shards_of_something_else_are_left_alone(run: Path, tmp_path: Path) -> N
 
 
 def test_the_command(run: Path, tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["shards", str(run), str(tmp_path / "out"), "--size", "5"])
-    assert (done.exit_code, "2 shards in" in done.stdout.replace("\n", "")) == (0, True)
+    result = CliRunner().invoke(app, ["shards", str(run), str(tmp_path / "out"), "--size", "5"])
+    assert (result.exit_code, "2 shards in" in result.stdout.replace("\n", "")) == (0, True)
     (run / "manifest.jsonl").unlink()
-    done = CliRunner().invoke(app, ["shards", str(run), str(tmp_path / "out")])
-    assert done.exit_code == 1
-    assert "manifest.jsonl does not exist" in done.stdout.replace("\n", "")
+    result = CliRunner().invoke(app, ["shards", str(run), str(tmp_path / "out")])
+    assert result.exit_code == 1
+    assert "manifest.jsonl does not exist" in result.stdout.replace("\n", "")

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from osfl.cli.estimate import Client, planned_images
+from osfl.cli.estimate import planned_images
+from osfl.cli.run_clients import Client
 from osfl.config import ConfigError, RunConfig, parse_run_config
 from osfl.util.prompts import DIGITS
 from server_app import public_domains
@@ -49,11 +50,11 @@ def test_a_domain_is_drawn_by_its_name_and_a_client_by_its_method(
         return torch.zeros(len(jobs))
 
     sample = public_domains.add_public_domains(job, lambda device: of_clients)(CPU)
-    own = [ImageJob("m", 0, "neon", 4, 0)]
-    sample(own)
-    assert (clients, composed) == (own, [])
+    client_jobs = [ImageJob("m", 0, "neon", 4, 0)]
+    sample(client_jobs)
+    assert (clients, composed) == (client_jobs, [])
     sample([image for image in public_domains.plan(job) if image.label in (3, 8)][2:])
-    assert clients == own
+    assert clients == client_jobs
     c0, (only,) = composed[0]
     words = ("a oil painting of a three", "a oil painting of a eight")
     assert torch.equal(only.c, prompts_of(tiny_kit, *words))
@@ -81,7 +82,7 @@ def unit_names(job: Any) -> list[str]:
     return [unit.name for unit in units]
 
 
-def test_what_shapes_a_domains_images_is_in_its_units_names(tiny_kit: Path) -> None:
+def test_settings_that_shape_a_domains_images_are_in_its_units_names(tiny_kit: Path) -> None:
     names = unit_names(job_of(tiny_kit))
     guided = unit_names(job_of(tiny_kit, prompts_domain__guidance=9.0))
     worded = unit_names(job_of(tiny_kit, prompts_domain__prompt="{class}, {domain}"))
@@ -110,10 +111,11 @@ def test_a_run_has_the_clients_images_and_the_domains(home: Path, tiny_kit: Path
     pages = {job: (home / "runs" / job / "report.html").read_text() for job in ("alone", "more")}
     assert "domains that the server added" in pages["more"]
     assert "domains that the server added" not in pages["alone"]
-    about = json.loads((home / "runs" / "more" / "models" / "FT.json").read_text())
-    assert about["images"] == len(alone) + 20
+    record = json.loads((home / "runs" / "more" / "models" / "FT.json").read_text())
+    assert record["images"] == len(alone) + 20
 
 
+@pytest.mark.slow
 def test_a_domain_is_drawn_anew_where_its_prompts_guidance_is_another(
     home: Path, tiny_kit: Path
 ) -> None:
@@ -121,8 +123,8 @@ def test_a_domain_is_drawn_anew_where_its_prompts_guidance_is_another(
     units: dict[float, set[str]] = {}
     for guidance in (2.0, 3.0):
         job = f"job-{guidance:.0f}"
-        given = {"public_domains": "neon", "prompts_domain__guidance": guidance}
-        start(quick(method="prompts-only", kit=str(tiny_kit), **given), job)
+        settings = {"public_domains": "neon", "prompts_domain__guidance": guidance}
+        start(quick(method="prompts-only", kit=str(tiny_kit), **settings), job)
         units[guidance] = {file.name for file in (home / "runs" / job / "units").iterdir()}
     # Units of at most eight images of one owner
     assert [len(names) for names in units.values()] == [6, 6]
@@ -130,22 +132,24 @@ def test_a_domain_is_drawn_anew_where_its_prompts_guidance_is_another(
 
 
 def config_with(public: str, **overrides: object) -> RunConfig:
-    given = {"method": "domain-vector", "synthesis__images_per_class": 3, **overrides}
-    return parse_run_config(quick(public_domains=public, **given))
+    settings = {"method": "domain-vector", "synthesis__images_per_class": 3, **overrides}
+    return parse_run_config(quick(public_domains=public, **settings))
 
 
 def test_a_dry_run_counts_the_domains_images() -> None:
     config = config_with("")
-    more = config_with(PUBLIC)
+    public_config = config_with(PUBLIC)
     # 3 images of the classes 4 and 7; and of ten classes in two domains
     assert planned_images(config, [Client(config, (4, 7))]) == 6
-    assert planned_images(more, [Client(more, (4, 7))]) == 66
-    # 2 clients, and as much again, of 32 px
-    assert estimate_disk_bytes(more) - estimate_disk_bytes(config) == 60 * 3 * 32**2
+    assert planned_images(public_config, [Client(public_config, (4, 7))]) == 66
+    # 2 clients, and as much again, of 32 px, and of 16 for the classifiers
+    bytes_per_image = 3 * (32**2 + 16**2)
+    difference = estimate_disk_bytes(public_config) - estimate_disk_bytes(config)
+    assert difference == 60 * bytes_per_image
 
 
 @pytest.mark.parametrize("method", ["fedlmg", "fedcado", "feddisc", "fedcgs", "local", "fedavg"])
-def test_who_draws_no_prompt_alone_has_no_public_domain(method: str) -> None:
+def test_a_method_without_prompts_has_no_public_domain(method: str) -> None:
     with pytest.raises(ConfigError, match=f"public-domains = 'neon': method '{method}'"):
         config_with("neon", method=method)
 

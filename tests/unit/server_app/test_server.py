@@ -5,6 +5,7 @@ import io
 import json
 import re
 import traceback
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -15,13 +16,16 @@ import torch
 from PIL import Image
 from torch import nn
 
-from osfl.cli import launch
-from osfl.cli.run import _run_remotely, innermost_cause
 from osfl.config import ConfigError, parse_run_config
 from osfl.data.digits import CLASSES
+from osfl.launch import flower as launch
+from osfl.launch import jobs
+from osfl.launch.jobs import innermost_cause
+from osfl.launch.views import QuietDisplay
 from osfl.models import classifiers
+from osfl.models.conditioning import Conditioning
 from osfl.models.diffusion import load_kit
-from osfl.models.training import fit
+from osfl.models.training import ExtraLoss, fit
 from osfl.payload.kinds import Classifier, Descriptions
 from osfl.payload.wire import PayloadError
 from osfl.run_folder import layout as run_folder
@@ -55,8 +59,16 @@ def test_a_classifier_is_rebuilt_from_its_state(architecture: str) -> None:
     )
 
 
-def test_rendered_images_keep_label_client_and_size(home: Path, tiny_kit: Path) -> None:
-    """Every image is painted in its label's shade, and made at 32 px for classifiers of 16."""
+@pytest.mark.parametrize("is_file", [False, True])
+def test_rendered_images_keep_label_client_and_size(
+    home: Path, tiny_kit: Path, is_file: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every image is painted in its label's shade, and made at 32 px for classifiers of 16.
+
+    Pixels may be many, and then they are in a file.
+    """
+    if is_file:
+        monkeypatch.setattr("server_app.synthesis.images.MEMORY_SHARE", 2**60)
     folder = open_run_folder(parse_run_config(quick(kit=str(tiny_kit))), "job", 0)
     config = parse_run_config(quick(kit=str(tiny_kit), synthesis__unit_size=3))
     job = ServerJob(config, folder, Status(folder.path), ("a", "b"))
@@ -67,10 +79,14 @@ def test_rendered_images_keep_label_client_and_size(home: Path, tiny_kit: Path) 
         )
 
     for make in (lambda device: paint, lambda device: pytest.fail("everything was made before")):
-        made = synthesize(job, plan_images("m", 0, {"a": [1, 4], "b": [7]}, 2), make)  # type: ignore[arg-type]
-        assert (made.labels.tolist(), made.clients) == ([1, 1, 4, 4, 7, 7], ("a",) * 4 + ("b",) * 2)
-        assert made.pixels.shape == (6, 3, 16, 16)
-        assert (made.pixels[:, 0, 8, 8] // 20).tolist() == made.labels.tolist()
+        images = synthesize(job, plan_images("m", 0, {"a": [1, 4], "b": [7]}, 2), make)  # type: ignore[arg-type]
+        assert (images.labels.tolist(), images.clients) == (
+            [1, 1, 4, 4, 7, 7],
+            ("a",) * 4 + ("b",) * 2,
+        )
+        assert images.pixels.shape == (6, 3, 16, 16)
+        assert (images.pixels[:, 0, 8, 8] // 20).tolist() == images.labels.tolist()
+        assert (f" {folder.path}/" in Path("/proc/self/maps").read_text()) == is_file
 
 
 @pytest.mark.parametrize(("finite_in_float32", "blamed"), [(True, False), (False, True)])
@@ -144,11 +160,12 @@ def test_each_scale_belongs_to_its_branch(tiny_kit: Path) -> None:
     kit = load_kit(tiny_kit)
     plan = plan_images("m", 0, {"a": [0]}, 2)
     prompts = kit.text([f"an image of {name}" for name in CLASSES])
-    d = torch.randn(prompts.shape[1:], generator=generator_of(0))
-    for scales, c in (((0.0, 3.0), d.expand(2, -1, -1)), ((3.0, 0.0), prompts[[0, 0]])):
+    d = torch.randn(kit.text.shape, generator=generator_of(0))
+    description = Conditioning(d[None]).expand(2)
+    for scales, c in (((0.0, 3.0), description), ((3.0, 0.0), prompts[[0, 0]])):
         ours = feddeo.sample(kit, plan, prompts, {("a", 0): d}, scales, 2)
-        assert torch.equal(ours, prompts_only.sample(kit, plan, c[:2], 3.0, 2))
-    assert not torch.equal(ours, prompts_only.sample(kit, plan, d.expand(2, -1, -1), 3.0, 2))
+        assert torch.equal(ours, prompts_only.sample(kit, plan, c, 3.0, 2))
+    assert not torch.equal(ours, prompts_only.sample(kit, plan, description, 3.0, 2))
 
 
 def test_the_server_uses_the_classifier_that_was_sent() -> None:
@@ -165,9 +182,8 @@ def test_the_server_uses_the_classifier_that_was_sent() -> None:
 def test_each_row_is_guided_by_its_own_classifier(
     tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What reaches the loss and the guidance in every step.
-
-    Teacher, labels, weights, size, statistics; the scale.
+    """Input of the loss and the guidance in every step. Teacher, labels, weights, size, statistics;
+    the scale.
     """
     kit = load_kit(tiny_kit)
     plan = plan_images("m", 0, {"a": [0, 3], "b": [5]}, 1)
@@ -197,10 +213,10 @@ def test_each_row_is_guided_by_its_own_classifier(
 def test_a_client_stands_only_for_the_classes_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan has the client's own classes and the run's seed."""
     plans = []
-    held = ("two", "seven")
+    names = ("two", "seven")
     for method, name, payload in (
-        (feddeo, "feddeo", Descriptions(held, torch.zeros(2, 8, 32))),
-        (fedlmg, "fedlmg", Classifier(held, "resnet18", resnet().state_dict())),
+        (feddeo, "feddeo", Descriptions(names, torch.zeros(2, 8, 32))),
+        (fedlmg, "fedlmg", Classifier(names, "resnet18", resnet().state_dict())),
     ):
         config = parse_run_config(quick(seed=5, method=name))
         job = ServerJob(config, SimpleNamespace(), SimpleNamespace(), ("a",))  # type: ignore[arg-type]
@@ -223,7 +239,7 @@ def test_each_image_is_taught_by_its_own_row() -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Flatten(), nn.Linear(48, 3))
         settings = plain_classifier(epochs=2, batch_size=2, lr=lr)
-        return fit(model, pixels, labels, settings, 0, CPU, teacher=teacher)[1].weight  # type: ignore[index]
+        return fit(model, pixels, labels, settings, 0, CPU, extra=ExtraLoss(teacher))[1].weight  # type: ignore[index]
 
     assert torch.allclose(
         trained(0.02, nn.functional.one_hot(labels).float()), trained(0.04, None), atol=1e-5
@@ -307,7 +323,7 @@ def test_the_page_shows_each_clients_first_image_and_the_shares_of_each_row(tmp_
 
 
 def test_locals_figure_is_the_mean_of_its_models(tmp_path: Path) -> None:
-    """Nobody could choose the best client's model. Every client fetches all of them."""
+    """The best client's model cannot be chosen. Every client fetches all of them."""
     (tmp_path / "tests").mkdir()
     (tmp_path / "payloads").mkdir()
     (tmp_path / "config.json").write_text('{"method": "local", "seed": 0}')
@@ -345,19 +361,46 @@ def test_a_server_is_alone_in_its_folder(home: Path, monkeypatch: pytest.MonkeyP
         ("finished:failed", "the run failed: why"),
     ],
 )
-def test_a_federation_that_fails_or_is_out_of_sight_is_told(
+def test_a_failed_or_unreachable_federation_is_reported(
     monkeypatch: pytest.MonkeyPatch, status: str, message: str
 ) -> None:
-    """Its log breaks off first, and the run goes on: that alone is no failure."""
+    """The log breaks off first, and the run goes on: that alone is no failure."""
     answers = iter([("running", ""), (status, "why")])
     monkeypatch.setattr(launch, "submit", lambda *_: 7)
     monkeypatch.setattr(launch, "outcome", lambda *_: next(answers))
     monkeypatch.setattr(launch, "follow_log", lambda *_: None)
+    monkeypatch.setattr(jobs, "check_run", lambda *_: [])
+    job = jobs.new_job(["job-id=job"], None, "there")
     with pytest.raises(launch.LaunchError, match=message):
-        _run_remotely("there", {}, "job")
+        jobs.run_remotely(job, "there", QuietDisplay())
 
 
-def test_the_innermost_cause_of_the_last_failure_is_found() -> None:
+def test_results_that_a_broken_log_lacks_are_read_from_it_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The SuperLink was away while the run ended."""
+    begun = 'INFO :      status {"phase": "joining", "total": 0}'
+    results = (
+        'INFO :      status {"results": {"method": "oscar", "shown": "FT", "server": {}, '
+        '"report": "/runs/job/report.html"}}'
+    )
+    logs = [[begun, "╭─ Error ─╮"], [begun, results]]
+
+    def follow(run_id: int, connection: str, environment: dict, show: Callable) -> None:
+        for line in logs.pop(0):
+            show(line)
+
+    monkeypatch.setattr(launch, "submit", lambda *_: 7)
+    monkeypatch.setattr(launch, "outcome", lambda *_: ("finished:completed", ""))
+    monkeypatch.setattr(launch, "follow_log", follow)
+    monkeypatch.setattr(jobs, "check_run", lambda *_: [])
+    job = jobs.new_job(["job-id=job"], None, "there")
+    metrics = jobs.run_remotely(job, "there", QuietDisplay())
+    assert metrics["report"] == "/runs/job/report.html"
+    assert logs == []
+
+
+def test_the_innermost_cause_of_the_last_failure_is_reported() -> None:
     """Not that of an earlier one, and not what Flower made of it."""
     try:
         try:
@@ -383,18 +426,18 @@ def test_the_innermost_cause_of_the_last_failure_is_found() -> None:
 def test_the_local_superlink_listens_on_loopback_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It takes any app that it is sent, so nobody else may reach it."""
-    seen: list[str] = []
+    """The SuperLink runs any app that it is sent, so no other machine may reach it."""
+    arguments: list[str] = []
     monkeypatch.setattr(
         launch.subprocess,
         "Popen",
-        lambda command, **_: seen.extend(command) or SimpleNamespace(pid=0),
+        lambda command, **_: arguments.extend(command) or SimpleNamespace(pid=0),
     )
     monkeypatch.setattr(launch, "_wait_until_healthy", lambda *_: None)
     monkeypatch.setattr(launch, "_guarded_folder", lambda: nullcontext(tmp_path))
     with launch.local_superlink(tmp_path, tmp_path):
-        assert seen[seen.index("--host") + 1] == "127.0.0.1"
-        assert seen[seen.index("--fleet-api-address") + 1].startswith("127.0.0.1:")
+        assert arguments[arguments.index("--host") + 1] == "127.0.0.1"
+        assert arguments[arguments.index("--fleet-api-address") + 1].startswith("127.0.0.1:")
 
 
 def test_a_users_own_malloc_settings_win(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -402,6 +445,16 @@ def test_a_users_own_malloc_settings_win(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1")
     monkeypatch.setenv("FLWR_TELEMETRY_ENABLED", "1")
-    made = launch.flower_environment()
-    assert (made["MALLOC_MMAP_THRESHOLD_"], made["MALLOC_TRIM_THRESHOLD_"]) == ("268435456", "1")
-    assert made["FLWR_TELEMETRY_ENABLED"] == "0"
+    environment = launch.flower_environment()
+    assert (environment["MALLOC_MMAP_THRESHOLD_"], environment["MALLOC_TRIM_THRESHOLD_"]) == (
+        "268435456",
+        "1",
+    )
+    assert environment["FLWR_TELEMETRY_ENABLED"] == "0"
+
+
+def test_flowers_commands_are_not_asked_for_colors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A notebook's kernel asks every program; the JSON of `flwr run` would have them."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("CLICOLOR_FORCE", "1")
+    assert not {"FORCE_COLOR", "CLICOLOR_FORCE"} & set(launch.flower_environment())

@@ -1,9 +1,10 @@
-"""Fault injection: what its seeds say, what its line does, what its checks find."""
+"""Fault injection: schedules, faults, checks, and the tool that runs many of them."""
 
 import contextlib
 import itertools
 import json
 import os
+import re
 import signal
 import socket
 import sqlite3
@@ -16,167 +17,192 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import psutil
 import pytest
+from flwr.common.config import parse_config_args
+from safetensors.numpy import save_file
 
 import osfl
-from tests.helpers import fault_injection as histories
+from benchmarks import harness
+from benchmarks.tools import fault_injection as tool
+from client_app.paths import allowed_folders
+from osfl.config import parse_node_config
+from tests.helpers import fault_injection
 from tests.helpers.fault_injection import (
-    ANEW,
     DISK,
     FARTHEST,
     KINDS,
+    LATER,
     LONGEST,
     MACHINES,
     OLDER,
     PATIENCE,
+    RETURN_SECONDS,
     SITES,
     SLOW,
     SPAN,
     Command,
     Fault,
-    Play,
-    World,
-    history_of,
+    Testbed,
+    Trial,
+    all_faults_of,
+    changes_of,
+    continued_schedule_of,
+    first_difference,
     outcome,
-    unmount,
+    schedule_of,
 )
+from tests.helpers.fork_server import workers_of
 from tests.helpers.system_tools import Clock, Federation, Line, mount_disk, wait_for
 
+# ---- Schedules ----
 
-def test_a_seed_is_a_history() -> None:
-    """Over many seeds every kind comes, and nothing happens to one process twice at a time."""
-    assert history_of(7) == history_of(7)
-    histories = [history_of(seed) for seed in range(400)]
-    faults = [fault for one in histories for fault in one]
+
+def test_schedules_have_every_kind_and_one_fault_of_a_process_at_a_time() -> None:
+    assert schedule_of(7) == schedule_of(7)
+    schedules = [schedule_of(seed) for seed in range(400)]
+    faults = [fault for schedule in schedules for fault in schedule]
     for kind, targets in KINDS.items():
         assert {fault.target for fault in faults if fault.kind == kind} == set(targets)
     clocks = [fault.ahead for fault in faults if fault.kind == "clock"]
     assert -FARTHEST <= min(clocks) < -FARTHEST / 2 < FARTHEST / 2 < max(clocks) <= FARTHEST
     assert not any(fault.ahead for fault in faults if fault.kind != "clock")
     assert all(0 <= fault.begin <= SPAN and 0 <= fault.seconds <= LONGEST for fault in faults)
-    assert {len(one) for one in histories} == {1, 2, 3, 4}
-    for one in histories:
-        assert one == sorted(one, key=lambda fault: fault.begin)
-        for target in {fault.target for fault in one}:
-            of_target = [fault for fault in one if fault.target == target]
+    assert {len(schedule) for schedule in schedules} == {1, 2, 3, 4}
+    for schedule in schedules:
+        assert schedule == sorted(schedule, key=lambda fault: fault.begin)
+        for target in {fault.target for fault in schedule}:
+            of_target = [fault for fault in schedule if fault.target == target]
             for first, second in itertools.pairwise(of_target):
                 assert first.begin + first.seconds < second.begin
 
 
-@pytest.fixture
-def line() -> Line:
-    """To a server that says what it hears."""
-    door = socket.create_server(("127.0.0.1", 0))
+def test_faults_begin_within_a_fault_free_run() -> None:
+    """Faults begin later in a longer run, and last as long."""
+    usual, slow = schedule_of(3), schedule_of(3, 4 * SPAN)
+    assert [fault.begin for fault in slow] == [4 * fault.begin for fault in usual]
+    assert [fault.seconds for fault in slow] == [fault.seconds for fault in usual]
 
-    def answer_all(end: socket.socket) -> None:
-        while some := end.recv(100):
-            end.sendall(some)
-        end.close()
+
+# ---- Faults ----
+
+
+@pytest.fixture
+def proxy() -> Line:
+    """A proxy to a server that echoes."""
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def answer(connection: socket.socket) -> None:
+        while data := connection.recv(100):
+            connection.sendall(data)
+        connection.close()
 
     def echo() -> None:
         while True:
-            threading.Thread(target=answer_all, args=door.accept()[:1], daemon=True).start()
+            threading.Thread(target=answer, args=server.accept()[:1], daemon=True).start()
 
     threading.Thread(target=echo, daemon=True).start()
-    return Line(door.getsockname()[1])
+    return Line(server.getsockname()[1])
 
 
-def test_a_line_is_cut_and_mended(line: Line) -> None:
+def test_a_proxy_is_cut_and_mended(proxy: Line) -> None:
     def answer() -> bytes:
-        with socket.create_connection(("127.0.0.1", line.port), timeout=10) as mine:
-            mine.sendall(b"hello")
-            return mine.recv(100)
+        with socket.create_connection(("127.0.0.1", proxy.port), timeout=10) as client:
+            client.sendall(b"hello")
+            return client.recv(100)
 
     assert answer() == b"hello"
-    open_yet = socket.create_connection(("127.0.0.1", line.port), timeout=10)
-    open_yet.sendall(b"hello")
-    assert open_yet.recv(100) == b"hello"
-    line.cut()
-    assert open_yet.recv(100) == b""
+    connected = socket.create_connection(("127.0.0.1", proxy.port), timeout=10)
+    connected.sendall(b"hello")
+    assert connected.recv(100) == b"hello"
+    proxy.cut()
+    assert connected.recv(100) == b""
     with contextlib.suppress(ConnectionError):
         assert answer() == b""
-    line.mend()
+    proxy.mend()
     assert answer() == b"hello"
 
 
-def test_a_slow_line_takes_its_time(line: Line) -> None:
-    """Of 4,000 bytes to and fro at 20,000 a second: two fifths of one, and then less."""
+def test_a_slow_proxy_limits_both_directions(proxy: Line) -> None:
+    """4,000 bytes there and back at 20,000 a second take two fifths of a second."""
 
     def seconds() -> float:
-        with socket.create_connection(("127.0.0.1", line.port), timeout=10) as mine:
-            since = time.monotonic()
-            mine.sendall(bytes(4000))
-            left = 4000
-            while left:
-                some = mine.recv(left)
-                assert some
-                left -= len(some)
-            return time.monotonic() - since
+        with socket.create_connection(("127.0.0.1", proxy.port), timeout=10) as client:
+            start = time.monotonic()
+            client.sendall(bytes(4000))
+            missing = 4000
+            while missing:
+                data = client.recv(missing)
+                assert data
+                missing -= len(data)
+            return time.monotonic() - start
 
-    line.pace(SLOW, SLOW)
+    proxy.pace(SLOW, SLOW)
     assert seconds() >= 2 * 4000 / SLOW
-    line.pace(0.0, 0.0)
+    proxy.pace(0.0, 0.0)
     assert seconds() < 2 * 4000 / SLOW
 
 
-# ---- What happens to a machine ----
-
-
 @pytest.fixture
-def world(tmp_path: Path) -> World:
-    """Of a federation that is not begun."""
-    made = World(Federation(tmp_path), tmp_path / "kit")
+def testbed(tmp_path: Path) -> Testbed:
+    """A testbed of a federation without processes."""
+    result = Testbed(Federation(tmp_path), tmp_path / "kit")
     for name in MACHINES:
-        made.clocks[name] = Clock(tmp_path / "clocks" / name)
-    return made
+        result.clocks[name] = Clock(tmp_path / "clocks" / name)
+    return result
+
+
+def test_sites_allow_the_kit(testbed: Testbed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tool runs without the tests' environment, in which every folder is allowed."""
+    monkeypatch.delenv("OSFL_ALLOWED_DIRS")
+    node = parse_node_config(parse_config_args([testbed.node_config("site-0", "site-0")]))
+    assert testbed.kit in allowed_folders(node)
 
 
 @pytest.fixture
-def disk(world: World) -> Iterator[Path]:
-    """The server's, which may be filled."""
-    folder = world.disk_of("server")
+def disk(testbed: Testbed) -> Iterator[Path]:
+    """The server's small disk."""
+    folder = testbed.disk_of("server")
     folder.mkdir()
     if not mount_disk(folder, DISK):
         pytest.skip("needs root, to mount a disk")
     yield folder
-    unmount(world)
+    testbed.unmount()
     assert not folder.is_mount()
 
 
-def test_a_full_disk_has_no_room_for_a_byte_until_it_is_made(world: World, disk: Path) -> None:
-    (disk / "kept").write_text("kept")
-    world.fill("server")
+def test_a_full_disk_has_no_room_for_a_byte(testbed: Testbed, disk: Path) -> None:
+    (disk / "before").write_text("before")
+    testbed.fill("server")
     with pytest.raises(OSError, match="No space left"):
         (disk / "more").write_text("more")
-    world.make_room("server")
+    testbed.make_room("server")
     (disk / "more").write_text("more")
-    assert sorted(file.name for file in disk.iterdir()) == ["kept", "more"]
-    world.make_room("server")
+    assert sorted(file.name for file in disk.iterdir()) == ["before", "more"]
+    testbed.make_room("server")
 
 
-def test_no_disk_is_filled_but_a_small_one(world: World) -> None:
-    world.disk_of("server").mkdir()
+def test_only_a_small_disk_is_filled(testbed: Testbed) -> None:
+    testbed.disk_of("server").mkdir()
     with pytest.raises(AssertionError):
-        world.fill("server")
-    assert not list(world.disk_of("server").iterdir())
+        testbed.fill("server")
+    assert not list(testbed.disk_of("server").iterdir())
 
 
-def test_a_clock_is_set_ahead_and_back(world: World) -> None:
-    """Of a process that goes on running; its own measure of time does not jump."""
+def test_a_clock_is_set_ahead_and_back_in_a_running_process(testbed: Testbed) -> None:
+    """The monotonic clock does not jump."""
     code = (
         "import time\n"
         "from flwr.app.message.message import now as of_messages\n"
         "from flwr.supercore.date import now\n"
-        "try:\n"
-        "    while input():\n"
-        "        said = (time.time(), now().timestamp(), of_messages().timestamp())\n"
-        "        print(*said, time.monotonic(), flush=True)\n"
-        "except EOFError:\n"
-        "    pass\n"
+        "while input():\n"
+        "    times = (time.time(), now().timestamp(), of_messages().timestamp())\n"
+        "    print(*times, time.monotonic(), flush=True)\n"
     )
     with subprocess.Popen(
         [sys.executable, "-c", code],
-        env={**os.environ, **world.settings_of("server")},
+        env={**os.environ, **testbed.settings_of("server")},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -185,238 +211,243 @@ def test_a_clock_is_set_ahead_and_back(world: World) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
         for ahead in (0.0, 300.0, -500.0, 0.0):
-            world.clocks["server"].set_ahead(ahead)
+            testbed.clocks["server"].set_ahead(ahead)
             process.stdin.write("time\n")
-            *said, monotonic = map(float, process.stdout.readline().split())
-            assert said == pytest.approx([time.time() + ahead] * 3, abs=1)
+            *times, monotonic = map(float, process.stdout.readline().split())
+            assert times == pytest.approx([time.time() + ahead] * 3, abs=1)
             assert monotonic == pytest.approx(time.monotonic(), abs=1)
+        process.stdin.write("\n")
 
 
 @pytest.mark.slow
-def test_a_site_has_an_older_release_for_a_while(world: World) -> None:
-    """As its ClientApps would tell the server."""
-    world.make_older_release()
+def test_a_site_has_an_older_release(testbed: Testbed) -> None:
+    testbed.make_older_release()
 
     def release() -> str:
         code = "from client_app import app; print(app._installed_version())"
-        environment = {**os.environ, **world.settings_of("site-0")}
-        asked = [sys.executable, "-c", code]
-        return subprocess.check_output(asked, env=environment, text=True).strip()
+        environment = {**os.environ, **testbed.settings_of("site-0")}
+        command = [sys.executable, "-c", code]
+        return subprocess.check_output(command, env=environment, text=True).strip()
 
     assert release() == osfl.__version__
-    world.older.add("site-0")
+    testbed.older.add("site-0")
     assert release() == OLDER
-    assert world.settings_of("site-1")["PYTHONPATH"] == str(world.folder / "clocks" / "site-1")
+    clock = str(testbed.folder / "clocks" / "site-1")
+    assert testbed.settings_of("site-1")["PYTHONPATH"] == clock
 
 
-def test_a_fault_that_cannot_be_made_here_is_left_out(world: World) -> None:
+def test_a_fault_that_this_machine_cannot_have_is_left_out(testbed: Testbed) -> None:
     faults = [Fault(1.0, "again", "", 1.0), Fault(2.0, "clock", "server", 1.0, 60.0)]
-    assert len(Play(world, "job", faults)._events) == 4
-    world.kinds.discard("clock")
-    assert [begin for begin, _ in Play(world, "job", faults)._events] == [1.0, 2.0]
+    assert len(Trial(testbed, "job", faults)._events) == 4
+    testbed.kinds.discard("clock")
+    assert [begin for begin, _ in Trial(testbed, "job", faults)._events] == [1.0, 2.0]
 
 
-def test_faults_begin_and_are_over(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An older site's process is killed, and then that which came for it."""
-    seen: list[str] = []
-    monkeypatch.setattr(histories.psutil, "Process", lambda number: number)
-    monkeypatch.setattr(histories, "kill", lambda number: seen.append(f"killed {number}"))
-    world.lines["site-0"] = SimpleNamespace(  # type: ignore[assignment]
-        pace=lambda *rates: seen.append(f"pace: {rates}")
-    )
-    for name in ("fill", "make_room"):
-        monkeypatch.setattr(world, name, lambda target, name=name: seen.append(f"{name} {target}"))
+@pytest.fixture
+def calls(testbed: Testbed, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The calls that a fault makes on machines that only record them."""
+    record: list[str] = []
 
-    def begin_site(site: str) -> None:
-        seen.append(f"{site}: {sorted(world.older)}")
-        world.federation.processes[site] = SimpleNamespace(pid=2)  # type: ignore[assignment]
+    def watch(owner: object, name: str, result: Any = None) -> None:
+        def act(*arguments: object) -> Any:
+            record.append(" ".join([name, *map(str, arguments)]))
+            return result
 
-    monkeypatch.setattr(world, "begin_site", begin_site)
-    world.federation.processes["site-0"] = SimpleNamespace(pid=1)  # type: ignore[assignment]
-    monkeypatch.setattr(
-        world.clocks["server"], "set_ahead", lambda ahead: seen.append(f"ahead: {ahead}")
-    )
+        monkeypatch.setattr(owner, name, act)
 
-    def ends_of(kind: str, target: str, ahead: float = 0.0) -> list[str]:
-        seen.clear()
-        begin, end = Play(world, "job", [])._ends_of(Fault(0.0, kind, target, 1.0, ahead))
-        begin()
-        seen.append("then")
-        end()
-        return seen.copy()
-
-    assert ends_of("slow", "site-0") == [
-        f"pace: {(SLOW, SLOW)}",
-        "then",
-        "pace: (0.0, 0.0)",
-    ]
-    found = [True]
-
-    def crash(name: str) -> bool:
-        seen.append(f"crashed {name}")
-        return found[0]
-
-    monkeypatch.setattr(world, "crash", crash)
-    assert ends_of("crash", "site-0") == ["crashed site-0", "then"]
-    assert {fault.target for fault in world.met} == {"site-0"}
-    # Where no app ran it is no fault
-    world.met.clear()
-    found[0] = False
-    assert ends_of("crash", "site-0") == ["crashed site-0", "then"]
-    assert world.met == set()
-    world.federation.processes["superlink"] = SimpleNamespace(pid=3)  # type: ignore[assignment]
-    for name in ("copy_database", "restore_database", "begin_superlink"):
-        monkeypatch.setattr(world, name, lambda name=name: seen.append(name))
-    assert ends_of("restore", "superlink") == [
-        *("copy_database", "then", "killed 3", "restore_database", "begin_superlink")
-    ]
-    for name in ("begin_twin", "end_twin"):
-        monkeypatch.setattr(world, name, lambda site, name=name: seen.append(f"{name} {site}"))
-    assert ends_of("twin", "site-1") == ["begin_twin site-1", "then", "end_twin site-1"]
-    # Which is away
-    assert ends_of("crash", "site-1") == ["then"]
-    assert ends_of("full", "server") == ["fill server", "then", "make_room server"]
-    assert ends_of("older", "site-0") == [
-        *("killed 1", "site-0: ['site-0']"),
-        "then",
-        *("killed 2", "site-0: []"),
-    ]
-    assert ends_of("clock", "server", -90.0) == ["ahead: -90.0", "then", "ahead: 0.0"]
+    for name in ("fill", "make_room", "kill", "restart", "end", "begin_twin", "end_twin"):
+        watch(testbed, name)
+    for name in ("copy_database", "restore_database", "signal_all"):
+        watch(testbed, name)
+    watch(testbed, "crash", result=True)
+    watch(testbed.clocks["server"], "set_ahead")
+    proxy: Any = SimpleNamespace(pace=None, cut=None, mend=None)
+    testbed.proxies["site-0"] = proxy
+    for name in ("pace", "cut", "mend"):
+        watch(proxy, name)
+    return record
 
 
-def test_a_waiting_payload_of_the_job_is_damaged(world: World) -> None:
-    """And then it may be made anew: that is no loss."""
-    payload = world.folder / "cache" / "site-0" / "site-0-job" / "payload.pb"
+@pytest.mark.parametrize(
+    ("kind", "target", "begin", "end"),
+    [
+        ("kill", "site-0", ["kill site-0"], ["restart site-0"]),
+        ("term", "server", ["end server"], ["restart server"]),
+        ("stop", "site-0", [f"signal_all site-0 {signal.SIGSTOP}"], ["signal_all site-0 18"]),
+        ("crash", "site-0", ["crash site-0"], []),
+        ("cut", "site-0", ["cut"], ["mend"]),
+        ("slow", "site-0", [f"pace {SLOW} {SLOW}"], ["pace 0.0 0.0"]),
+        ("clock", "server", ["set_ahead -90.0"], ["set_ahead 0.0"]),
+        ("full", "server", ["fill server"], ["make_room server"]),
+        ("older", "site-0", ["kill site-0", "restart site-0"], ["kill site-0", "restart site-0"]),
+        (
+            "restore",
+            "superlink",
+            ["copy_database"],
+            ["kill superlink", "restore_database", "restart superlink"],
+        ),
+        ("twin", "site-1", ["begin_twin site-1"], ["end_twin site-1"]),
+    ],
+)
+def test_a_fault_begins_and_ends(
+    kind: str, target: str, begin: list[str], end: list[str], testbed: Testbed, calls: list[str]
+) -> None:
+    fault = Fault(0.0, kind, target, 1.0, -90.0 if kind == "clock" else 0.0)
+    first, last = Trial(testbed, "job", [])._actions(fault)
+    first()
+    assert calls == begin
+    assert testbed.older == ({"site-0"} if kind == "older" else set())
+    assert testbed.hits == ({fault} if kind == "crash" else set())
+    calls.clear()
+    last()
+    assert calls == [call.replace("18", str(int(signal.SIGCONT))) for call in end]
+    assert not testbed.older
+
+
+def test_a_cached_payload_is_damaged_and_may_be_made_again(testbed: Testbed) -> None:
+    payload = testbed.folder / "cache" / "site-0" / "site-0-job" / "payload.pb"
     payload.parent.mkdir(parents=True)
     payload.write_bytes(bytes(5))
-    run = Play(world, "job", [])
-    run.damaged.add("site-0")
-    assert not world.damage("site-0", "other")
-    assert not world.damage("site-1", "job")
+    trial = Trial(testbed, "job", [])
+    assert not testbed.damage("site-0", "other")
+    trial._damage(Fault(0.0, "damage", "site-1", 0.0))
     assert payload.read_bytes() == bytes(5)
-    assert world.damage("site-0", "job")
+    assert not testbed.hits
+    trial._damage(Fault(0.0, "damage", "site-0", 0.0))
     assert payload.read_bytes() == bytes([0, 0, 1, 0, 0])
-    run._look()
+    assert len(testbed.hits) == 1
+    trial._check()
     payload.unlink()
-    run._look()
-    assert run.problems == []
+    trial._check()
+    assert trial.problems == []
 
 
-def test_a_database_comes_back_as_it_was(world: World) -> None:
-    with contextlib.closing(sqlite3.connect(world.database)) as database:
+def test_a_database_is_restored(testbed: Testbed) -> None:
+    with contextlib.closing(sqlite3.connect(testbed.database)) as database:
         database.execute("PRAGMA journal_mode=WAL")
-        database.execute("CREATE TABLE kept (number)")
+        database.execute("CREATE TABLE numbers (number)")
         database.commit()
-        world.copy_database()
-        database.execute("INSERT INTO kept VALUES (1)")
+        testbed.copy_database()
+        database.execute("INSERT INTO numbers VALUES (1)")
         database.commit()
-    world.restore_database()
-    with contextlib.closing(sqlite3.connect(world.database)) as database:
-        assert database.execute("SELECT * FROM kept").fetchall() == []
+    testbed.restore_database()
+    with contextlib.closing(sqlite3.connect(testbed.database)) as database:
+        assert database.execute("SELECT * FROM numbers").fetchall() == []
 
 
-def test_the_table_has_every_history_that_was_played(kept_in: Path, tmp_path: Path) -> None:
-    for file in histories.WORK.glob("*.json"):
-        found = json.loads(file.read_text())
-        file.write_text(json.dumps({**found, "told": [f"1.0 s: {k}" for k in found["faults"]]}))
-    histories.write_table(0, 10, tmp_path)
-    page = (tmp_path / "histories.md").read_text()
-    assert "| 2 | 1.0 s: kill; 1.0 s: cut | lost |" in page
-    assert "| cut | 2 |" in page
-    assert len(json.loads((tmp_path / "histories.json").read_text())) == 3
-
-
-def test_a_crash_kills_the_app_and_not_what_began_it(world: World) -> None:
-    """As Flower does it: a process of a site's begins another with the app's name."""
-    app = world.folder / "flwr-clientapp"
+def test_a_crash_kills_the_app_alone(testbed: Testbed) -> None:
+    """A site's process starts another with the app's name, like in Flower."""
+    app = testbed.folder / "flwr-clientapp"
     app.write_text("import time\ntime.sleep(60)\n")
-    begun = f"import subprocess, sys; subprocess.run([sys.executable, {str(app)!r}])"
-    site = subprocess.Popen([sys.executable, "-c", f"{begun}; import time; time.sleep(60)"])
-    world.federation.processes["site-0"] = site
+    code = f"import subprocess, sys; subprocess.run([sys.executable, {str(app)!r}])"
+    site = subprocess.Popen([sys.executable, "-c", f"{code}; import time; time.sleep(60)"])
+    testbed.federation.processes["site-0"] = site
     try:
-        wait_for(lambda: len(world.tree("site-0")) == 2, 20, lambda: "no app", every=0.1)
-        child = world.tree("site-0")[1]
+        process = psutil.Process(site.pid)
+        wait_for(lambda: len(workers_of(process)) == 2, 20, lambda: "no app", every=0.1)
+        child = workers_of(process)[1]
         wait_for(lambda: str(app) in child.cmdline(), 20, lambda: "no app", every=0.1)
-        assert world.crash("site-0")
-        wait_for(lambda: len(world.tree("site-0")) == 1, 20, lambda: "it lives", every=0.1)
+        assert testbed.crash("site-0")
+        wait_for(lambda: len(workers_of(process)) == 1, 20, lambda: "it lives", every=0.1)
         assert site.poll() is None
-        # Where no app runs nothing happens
-        assert not world.crash("site-0")
+        # No app runs
+        assert not testbed.crash("site-0")
+        assert not testbed.crash("site-1")
         assert site.poll() is None
     finally:
         site.kill()
         site.wait()
+    assert not testbed.crash("site-0")
 
 
-# ---- The checks ----
+def test_ended_processes_are_restarted(testbed: Testbed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A site returns after a while, because the SuperLink refuses it until then."""
+    started: list[str] = []
+    now = 100.0
+    monkeypatch.setattr(fault_injection.time, "monotonic", lambda: now)
+    monkeypatch.setattr(testbed, "restart", started.append)
+    monkeypatch.setattr(testbed, "begin_site", started.append)
+    monkeypatch.setattr(Federation, "end", lambda self, name: self.processes.pop(name))
+    monkeypatch.setattr(Federation, "log", lambda self, name: "")
+    for name, code in (("superlink", 1), ("server", 0), ("site-0", None), ("site-1", 0)):
+        process: Any = SimpleNamespace(poll=lambda code=code: code)
+        testbed.federation.processes[name] = process
+    testbed.tend()
+    assert started == ["superlink", "server"]
+    assert list(testbed.federation.processes) == ["site-0"]
+    now += RETURN_SECONDS + 1
+    testbed.tend()
+    assert started == ["superlink", "server", "site-1"]
+
+
+# ---- Checks ----
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Play:
+def trial(testbed: Testbed) -> Trial:
     """A job with both payloads, and a command that ended well."""
-    world = SimpleNamespace(folder=tmp_path, lines={}, federation=None, kinds=set(KINDS))
-    made = Play(world, "job", [])  # type: ignore[arg-type]
-    (made.run_folder / "payloads").mkdir(parents=True)
+    result = Trial(testbed, "job", [])
+    (result.run_folder / "payloads").mkdir(parents=True)
     for site in SITES:
-        (made.run_folder / "payloads" / f"{site}.pb").write_text(site)
-    made._look()
-    made.ended = [(said(tmp_path, "INFO : report: here"), 0, True)]
-    return made
+        (result.run_folder / "payloads" / f"{site}.pb").write_text(site)
+    result._check()
+    result.ended = [(command(testbed.folder, "INFO : report: here"), 0, True)]
+    return result
 
 
-def said(folder: Path, text: str) -> Command:
+def command(folder: Path, text: str) -> Command:
     log = folder / "job-0.log"
     log.write_text(text)
-    return Command(None, log)  # type: ignore[arg-type]
+    process: Any = None
+    return Command(process, log)
 
 
-def test_a_good_end_is_none(run: Play) -> None:
-    run._look()
-    assert run.problems == []
-    assert run._at_the_end() == []
-    assert run._beside(run._outside()) == []
+def test_a_good_run_has_no_violation(trial: Trial) -> None:
+    trial._check()
+    assert trial.problems == []
+    assert trial._check_end() == []
+    assert trial._check_outside(trial._outside()) == []
 
 
-def replaced(run: Play) -> None:
-    (run.run_folder / "payloads" / "site-1.pb").write_text("another")
+def replace_payload(trial: Trial) -> None:
+    (trial.run_folder / "payloads" / "site-1.pb").write_text("another")
 
 
-def lost(run: Play) -> None:
-    """The client had it, was told, and the server has it no more."""
-    cache = run.world.folder / "cache" / "site-0" / "job"
-    # Of another job, which ended before it was told
+def lose_payload(trial: Trial) -> None:
+    """Delete an acknowledged payload of the server."""
+    cache = trial.testbed.folder / "cache" / "site-0" / "job"
+    # Of another job, which ended before it was acknowledged
     (cache.parent / "other").mkdir(parents=True)
     (cache.parent / "other" / "payload.pb").touch()
     cache.mkdir(parents=True)
     (cache / "payload.pb").touch()
-    run._look()
+    trial._check()
     (cache / "payload.pb").unlink()
-    (run.run_folder / "payloads" / "site-0.pb").unlink()
+    (trial.run_folder / "payloads" / "site-0.pb").unlink()
 
 
-def kept(run: Play) -> None:
-    """The client has it yet: nobody told it."""
-    cache = run.world.folder / "cache" / "site-0" / "job"
+def delete_unacknowledged_payload(trial: Trial) -> None:
+    cache = trial.testbed.folder / "cache" / "site-0" / "job"
     cache.mkdir(parents=True)
     (cache / "payload.pb").touch()
-    (run.run_folder / "payloads" / "site-0.pb").unlink()
+    (trial.run_folder / "payloads" / "site-0.pb").unlink()
 
 
 @pytest.mark.parametrize(
     ("harm", "problems"),
     [
-        (replaced, ["the payload of site-1 was replaced"]),
-        (lost, ["site-0 was told that its payload arrived; it is gone"]),
-        (kept, []),
+        (replace_payload, ["the payload of site-1 was replaced"]),
+        (lose_payload, ["the acknowledged payload of site-0 is lost"]),
+        (delete_unacknowledged_payload, []),
     ],
 )
-def test_what_may_never_be_is_seen(
-    harm: Callable[[Play], None], problems: list[str], run: Play
+def test_replaced_and_lost_payloads_are_violations(
+    harm: Callable[[Trial], None], problems: list[str], trial: Trial
 ) -> None:
-    harm(run)
-    run._look()
-    run._look()
-    assert sorted(set(run.problems)) == problems
+    harm(trial)
+    trial._check()
+    trial._check()
+    assert sorted(set(trial.problems)) == problems
 
 
 @pytest.mark.parametrize(
@@ -429,364 +460,481 @@ def test_what_may_never_be_is_seen(
         (1, False, "error : no\nINFO : report: here", "ended with 1, and says last: INFO"),
     ],
 )
-def test_a_command_that_does_not_tell_the_truth_is_seen(
-    code: int, report: bool, text: str, problem: str, run: Play
+def test_a_command_must_end_with_its_report_or_an_error(
+    code: int, report: bool, text: str, problem: str, trial: Trial
 ) -> None:
-    run.ended = [(said(run.world.folder, text), code, report)]
-    (found,) = [one for one in run._at_the_end() if "job-0.log" in one]
-    assert problem in found
+    trial.ended = [(command(trial.testbed.folder, text), code, report)]
+    (violation,) = [line for line in trial._check_end() if "job-0.log" in line]
+    assert problem in violation
 
 
-def test_refused_missing_and_unfinished_are_seen(run: Play) -> None:
-    (run.run_folder / "payloads" / "site-0.pb.refused").touch()
-    run.seen.pop("site-1")
-    run.ended = [(said(run.world.folder, "error the run failed: Error"), 1, False)]
-    found = " ".join(run._at_the_end())
-    assert "payloads are of ['site-0']" in found
-    assert "refused: ['site-0.pb.refused']" in found
-    assert "no command ended with 0" in found
+def test_refused_missing_and_unfinished_are_violations(trial: Trial) -> None:
+    (trial.run_folder / "payloads" / "site-0.pb.refused").touch()
+    trial.payloads.pop("site-1")
+    trial.ended = [(command(trial.testbed.folder, "error the run failed: Error"), 1, False)]
+    violations = " ".join(trial._check_end())
+    assert "payloads are of ['site-0']" in violations
+    assert "refused: ['site-0.pb.refused']" in violations
+    assert "no command ended with 0" in violations
 
 
-def test_files_beside_the_run_are_seen(run: Play) -> None:
-    before = run._outside()
-    (run.run_folder / "images").mkdir()
-    assert run._beside(before) == []
-    (run.run_folder.parent / "stray").touch()
-    (found,) = run._beside(before)
-    assert "stray" in found
+def test_files_beside_the_run_are_violations(trial: Trial) -> None:
+    before = trial._outside()
+    (trial.run_folder / "images").mkdir()
+    assert trial._check_outside(before) == []
+    (trial.run_folder.parent / "stray").touch()
+    (violation,) = trial._check_outside(before)
+    assert "stray" in violation
 
 
 def test_an_outcome_is_images_and_tests(tmp_path: Path) -> None:
-    def row(file: str, sha256: str) -> str:
-        return json.dumps({"file": file, "sha256": sha256, "seed": 1})
-
-    def made(*rows: str, test: Any) -> dict[str, object]:
+    def outcome_of(images: dict[str, str], test: Any) -> dict[str, object]:
+        rows = [{"file": file, "sha256": digest, "seed": 1} for file, digest in images.items()]
         (tmp_path / "tests").mkdir(exist_ok=True)
-        (tmp_path / "manifest.jsonl").write_text("\n".join(rows))
+        (tmp_path / "manifest.jsonl").write_text("\n".join(map(json.dumps, rows)))
         (tmp_path / "tests" / "FT.json").write_text(json.dumps(test))
         return outcome(tmp_path)
 
-    one = made(row("a", "1"), row("b", "2"), test={"site-0": [[1]]})
-    assert made(row("b", "2"), row("a", "1"), test={"site-0": [[1]]}) == one
-    assert made(row("a", "1"), row("b", "3"), test={"site-0": [[1]]}) != one
-    assert made(row("a", "1"), test={"site-0": [[1]]}) != one
-    assert made(row("a", "1"), row("b", "2"), test={"site-0": [[2]]}) != one
-
-
-def test_what_ended_begins_anew(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At once, but a site after a while, for the SuperLink refuses it until then."""
-    begun: list[str] = []
-    now = 100.0
-    monkeypatch.setattr(histories.time, "monotonic", lambda: now)
-    monkeypatch.setattr(world, "back", begun.append)
-    monkeypatch.setattr(world, "begin_site", begun.append)
-    monkeypatch.setattr(Federation, "end", lambda self, name: self.processes.pop(name))
-    monkeypatch.setattr(Federation, "log", lambda self, name: "")
-    for name, code in (("superlink", 1), ("server", 0), ("site-0", None), ("site-1", 0)):
-        ended = SimpleNamespace(poll=lambda code=code: code)
-        world.federation.processes[name] = ended  # type: ignore[assignment]
-    world.tend()
-    assert begun == ["superlink", "server"]
-    assert list(world.federation.processes) == ["site-0"]
-    now += ANEW + 1
-    world.tend()
-    assert begun == ["superlink", "server", "site-1"]
+    first = outcome_of({"a": "1", "b": "2"}, [1])
+    assert outcome_of({"b": "2", "a": "1"}, [1]) == first
+    assert outcome_of({"a": "1", "b": "3"}, [1]) != first
+    assert outcome_of({"a": "1"}, [1]) != first
+    assert outcome_of({"a": "1", "b": "2"}, [2]) != first
 
 
 @pytest.mark.parametrize("span", [25.0, 1000.0])
-def test_a_command_has_longer_where_a_run_in_peace_takes_longer(
-    span: float, world: World, monkeypatch: pytest.MonkeyPatch
+def test_a_command_has_longer_where_a_fault_free_run_takes_longer(
+    span: float, testbed: Testbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of one that never ends; every look at the clock takes a second."""
+    """The command never ends; every look at the clock takes a second."""
     clock = itertools.count()
-    monkeypatch.setattr(histories.time, "monotonic", lambda: float(next(clock)))
-    monkeypatch.setattr(histories.time, "sleep", lambda seconds: None)
-    monkeypatch.setattr(world, "tend", lambda: None)
-    run = Play(world, "job", [], span)
-    for name, value in (("_ask", None), ("_look", None), ("_going", True), ("_say", "waiting")):
-        monkeypatch.setattr(run, name, lambda value=value: value)
-    assert run.play() == ["no end: waiting"]
+    monkeypatch.setattr(fault_injection.time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(fault_injection.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(testbed, "tend", lambda: None)
+    trial = Trial(testbed, "job", [], span)
+    results = {"_start_command": None, "_check": None, "_is_running": True, "_last_lines": "wait"}
+    for name, value in results.items():
+        monkeypatch.setattr(trial, name, lambda value=value: value)
+    assert trial.run() == ["no end: wait"]
     assert next(clock) == pytest.approx(PATIENCE + span, abs=3)
 
 
+def test_a_command_that_was_interrupted_is_repeated_until_one_ends_well(
+    trial: Trial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job finishes without a command, and then a second one says so."""
+    monkeypatch.setattr(fault_injection.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(trial.testbed, "tend", lambda: None)
+    monkeypatch.setattr(trial, "_is_finished", lambda: True)
+    codes = iter([130, 0])
+    monkeypatch.setattr(trial, "_check_end", list)
+
+    def begin() -> None:
+        trial.ended.append((command(trial.testbed.folder, ""), next(codes), True))
+
+    monkeypatch.setattr(trial, "_start_command", begin)
+    monkeypatch.setattr(trial, "_is_running", lambda: False)
+    trial.ended = []
+    assert trial.run() == []
+    assert [code for _, code, _ in trial.ended] == [130, 0]
+
+
 @pytest.mark.parametrize(
-    ("problems", "images", "good"), [([], {"a": 1}, True), ([], {"a": 2}, False), (["lost"], {}, 0)]
+    ("problems", "images", "good"),
+    [([], {"a": 1}, True), ([], {"a": 2}, False), (["lost"], {}, False)],
 )
-def test_a_good_run_is_taken_away(
+def test_a_good_runs_folder_is_deleted(
     problems: list[str],
     images: dict[str, int],
     good: bool,
-    world: World,
+    testbed: Testbed,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The small disk has room for few."""
-    folder = world.folder / "server" / "history-1"
+    folder = testbed.folder / "server" / "history-1"
     (folder / "images").mkdir(parents=True)
-    monkeypatch.setattr(Play, "play", lambda self: problems)
-    monkeypatch.setattr(histories, "outcome", lambda place: images)
-    assert (histories.play(world, 1, {"a": 1}) == []) == good
+    monkeypatch.setattr(Trial, "run", lambda self: problems)
+    monkeypatch.setattr(fault_injection, "outcome", lambda place: images)
+    assert (fault_injection.run_schedule(testbed, 1, {"a": 1}, kinds=()) == []) == good
     assert folder.exists() != good
 
 
-# ---- Many of them ----
+def test_the_first_difference_is_named() -> None:
+    reference = {"images": {"a": "1", "b": "2"}, "tests": {"FT.json": {"site-0": [[1]]}}}
+    result = {"images": {"a": "1", "b": "3"}, "tests": {"FT.json": {}}}
+    assert first_difference(result, result) == ""
+    assert first_difference(result, reference) == "images/b is 3 and not 2"
+    result["images"]["b"] = "2"
+    expected = "tests/FT.json/site-0 is None and not [[1]]"
+    assert first_difference(result, reference) == expected
 
 
-def test_faults_begin_within_a_run_in_peace() -> None:
-    """Where that takes four times as long, they begin later by that, and are as long."""
-    usual, slow = history_of(3), history_of(3, 4 * SPAN)
-    assert [fault.begin for fault in slow] == [4 * fault.begin for fault in usual]
-    assert [fault.seconds for fault in slow] == [fault.seconds for fault in usual]
+# ---- Changes of the federation ----
+
+
+def test_seeds_change_the_federation_in_every_way() -> None:
+    changes = [changes_of(seed) for seed in range(100)]
+    kinds = {tuple(change.kind for change in each) for each in changes}
+    assert kinds == {(), ("join",), ("leave",), ("join", "leave")}
+    leavers = {change.target for each in changes for change in each if change.kind == "leave"}
+    assert leavers == set(SITES)
+    targets = {fault.target for seed in range(100) for fault in continued_schedule_of(seed)}
+    assert targets >= {LATER, SITES[0]}
+    assert SITES[1] not in targets
+    six = [fault.kind for fault in all_faults_of(6)]
+    assert six[0] == schedule_of(6)[0].kind
+    assert (six[1], six[-1]) == ("join", "leave")
+
+
+def test_a_seed_goes_on_until_a_violation(
+    testbed: Testbed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seed 6 has a run, a run that continues it, and a departure from that one."""
+    calls: list[tuple[str, str]] = []
+    bad: dict[str, list[str]] = {}
+
+    def run_continued(testbed: Testbed, seed: int, job: str, span: float) -> list[str]:
+        calls.append(("join", job))
+        return bad.get("join", [])
+
+    def run_departure(testbed: Testbed, folder: Path, change: Fault) -> list[str]:
+        calls.append(("leave", folder.name))
+        return bad.get("leave", [])
+
+    monkeypatch.setattr(Trial, "run", lambda self: [])
+    monkeypatch.setattr(fault_injection, "outcome", lambda place: {"a": 1})
+    monkeypatch.setattr(fault_injection, "run_continued", run_continued)
+    monkeypatch.setattr(fault_injection, "run_departure", run_departure)
+    folders = [testbed.folder / "server" / name for name in ("history-6", "joined-6")]
+    for problem, call_count in (("leave", 2), ("join", 1), ("", 2)):
+        for folder in folders:
+            folder.mkdir(parents=True, exist_ok=True)
+        bad = {problem: ["lost"]}
+        calls.clear()
+        problems = fault_injection.run_schedule(testbed, 6, {"a": 1})
+        assert problems == (["lost"] if problem else [])
+        assert calls == [("join", "history-6"), ("leave", "joined-6")][:call_count]
+        assert [folder.exists() for folder in folders] == [bool(problem)] * 2
+
+
+def write_model(run_folder: Path, weight: float) -> Path:
+    file = run_folder / "models" / "FT.safetensors"
+    weights = {"head.weight": np.full((2, 3), weight, np.float32)}
+    save_file(weights, file, metadata={"run": run_folder.name})
+    return file
 
 
 @pytest.fixture
-def kept_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where histories are kept: two that were good, and one that was not."""
-    monkeypatch.setattr(histories, "WORK", tmp_path)
-    for seed, problems, kinds in ((0, [], ["cut"]), (2, ["lost"], ["kill", "cut"]), (9, [], [])):
-        found = {"seed": seed, "problems": problems, "seconds": 1800, "faults": kinds}
-        histories.file_of(seed).write_text(json.dumps({**found, "span": 60.0}))
-    return tmp_path
+def left(testbed: Testbed, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run of three clients; the command that removes one is replaced."""
+    folder = testbed.folder / "server" / "job"
+    for place in ("payloads", "models", "units"):
+        (folder / place).mkdir(parents=True)
+    rows = [{"client": site, "file": f"{site}.png"} for site in (*SITES, LATER)]
+    (folder / "manifest.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_model(folder, 3.0)
+    for site in (*SITES, LATER):
+        (folder / "payloads" / f"{site}.pb").write_text("payload")
+    monkeypatch.setattr(fault_injection, "verify_run", lambda place: [])
+
+    def forget(run_folder: Path, client: str, seconds: float) -> str:
+        (run_folder / "payloads" / f"{client}.pb").unlink()
+        remaining_rows = [row for row in rows if row["client"] != client]
+        text = "".join(json.dumps(row) + "\n" for row in remaining_rows)
+        (run_folder / "manifest.jsonl").write_text(text)
+        write_model(run_folder, 2.0)
+        return ""
+
+    monkeypatch.setattr(testbed, "forget", forget)
+    return folder
 
 
-def test_a_summary_is_of_what_was_played(kept_in: Path) -> None:
-    assert histories.summary(0, 9) == (
-        "2 histories, 1 with a violation [2], 1.0 hours; faults: "
-        "1 kill, 0 stop, 0 crash, 2 cut, 0 slow, 0 clock, 0 full, 0 older, 0 again, "
-        "0 term, 0 interrupt, 0 damage, 0 restore, 0 twin",
-        1,
-    )
-    assert histories.summary(3, 9)[1] == 0
+def earlier_models(left: Path) -> dict[str, str]:
+    """Return the models of an earlier schedule, whose metadata name another run."""
+    folder = left.with_name("earlier")
+    (folder / "models").mkdir(parents=True)
+    model = write_model(folder, 2.0)
+    return {model.name: fault_injection.weights_digest(model)}
 
 
-def test_code_is_all_that_a_history_plays_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each file, Flower's version, and whether disks can be filled; what is tested beside, not."""
-    played_with = ["fault_injection.py", "settings.py", "system_tools.py", "tiny_kits.py"]
-    files = [tmp_path / "tests" / "helpers" / name for name in [*played_with, "toy.py"]]
-    files += [tmp_path / package / "a.py" for package in ("osfl", "client_app", "server_app")]
-    for file in files:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("before")
-    monkeypatch.setattr(histories, "__file__", str(files[0]))
-    asked = histories.code.__wrapped__
-    found = [asked()]
-    for file in files:
-        file.write_text("after")
-        found.append(asked())
-    monkeypatch.setattr(histories, "version", lambda name: "another")
-    found.append(asked())
-    monkeypatch.setattr(histories.os, "geteuid", lambda: 0 if os.getuid() else 1)
-    found.append(asked())
-    changed = [one != other for one, other in itertools.pairwise(found)]
-    assert changed == [file.name != "toy.py" for file in files] + [True, True]
+LEAVE = Fault(0.0, "leave", SITES[0], 1.0)
 
 
-def test_no_second_signal_breaks_into_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    heeded: dict[int, object] = {}
-    monkeypatch.setattr(histories.signal, "signal", heeded.__setitem__)
-    with pytest.raises(SystemExit) as end:
-        histories._leave(signal.SIGINT, None)
-    assert end.value.code == 1
-    assert heeded == {signal.SIGTERM: signal.SIG_IGN, signal.SIGINT: signal.SIG_IGN}
-
-
-def test_histories_of_other_code_do_not_count(
-    kept_in: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(histories, "code", lambda: "other")
-    assert histories.summary(0, 9)[0].startswith("0 histories")
-    # Which `--again` plays yet with the same span
-    assert histories.kept_span(0) == 60.0
-    assert histories.kept_span(1) is None
-
-
-def test_a_span_is_the_last_ones(kept_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for age, (name, span) in enumerate((("newest", 40.0), ("a", 50.0), ("z", 70.0))):
-        file = kept_in / f"000001-{name}.json"
-        file.write_text(json.dumps({"span": span}))
-        os.utime(file, (1000 - age, 1000 - age))
-    assert histories.kept_span(1) == 40.0
+def test_a_complete_departure_is_no_violation(testbed: Testbed, left: Path) -> None:
+    testbed.models[SITES[1], LATER] = earlier_models(left)
+    assert fault_injection.run_departure(testbed, left, LEAVE) == []
+    assert list(testbed.models) == [(SITES[1], LATER)]
 
 
 @pytest.mark.parametrize(
-    ("count", "more", "asked", "code"),
+    ("damage", "problem"),
     [
-        ("1", [], (0, 1, 1, False, None), 0),
-        ("3", ["--again", "--span", "90.5"], (0, 3, 1, True, 90.5), 1),
+        (lambda folder: (folder / "old.txt").write_text("of site-0"), "has left, but is in"),
+        (lambda folder: (folder / "units" / "site-0.jsonl").touch(), "has left, but is in"),
+        (lambda folder: (folder / "manifest.jsonl").write_text(""), "images of the others differ"),
+        (
+            lambda folder: write_model(folder, 4.0),
+            "the models of .* differ from those of an earlier schedule",
+        ),
+        (lambda folder: (folder / "models" / "FT.safetensors").unlink(), "the models of .* differ"),
     ],
 )
-def test_the_command_plays_and_tells_of_violations(
-    count: str,
-    more: list[str],
-    asked: tuple[Any, ...],
-    code: int,
-    kept_in: Path,
+def test_what_a_departure_leaves_is_a_violation(
+    damage: Callable[[Path], object],
+    problem: str,
+    testbed: Testbed,
+    left: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of the first three seeds the last was violated."""
-    played: list[tuple[Any, ...]] = []
-    monkeypatch.setattr("sys.argv", ["histories.py", "0", count, *more])
-    monkeypatch.setattr(histories, "played", lambda *given: played.append(given))
-    monkeypatch.setattr(histories.signal, "signal", lambda *given: None)
-    with pytest.raises(SystemExit) as end:
-        histories.main()
-    assert (played, int(end.value.code or 0)) == ([asked], code)
+    forget = testbed.forget
+    testbed.models[SITES[1], LATER] = earlier_models(left)
+
+    def forget_badly(*arguments: Any) -> str:
+        text = forget(*arguments)
+        damage(left)
+        return text
+
+    monkeypatch.setattr(testbed, "forget", forget_badly)
+    (violation,) = fault_injection.run_departure(testbed, left, LEAVE)
+    assert re.search(problem, violation)
 
 
-def test_one_of_several_plays_its_share_and_leaves_the_summary_to_the_command(
-    kept_in: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+def test_a_removal_is_killed_and_repeated(
+    testbed: Testbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    played: list[tuple[Any, ...]] = []
-    monkeypatch.setattr("sys.argv", ["histories.py", "1", "9", "--step", "3"])
-    monkeypatch.setattr(histories, "played", lambda *given: played.append(given))
-    monkeypatch.setattr(histories.signal, "signal", lambda *given: None)
-    histories.main()
-    assert played == [(1, 9, 3, False, None)]
-    assert capsys.readouterr().out == ""
-
-
-def test_one_that_fails_among_several_fails_the_command(
-    kept_in: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Though no history that is kept was violated."""
-    asked: list[tuple[Any, ...]] = []
-
-    def failing(*given: Any) -> list[int]:
-        asked.append(given)
-        return [0, 1]
-
-    monkeypatch.setattr(
-        "sys.argv", ["histories.py", "3", "9", "--at-once", "2", "--again", "--span=7"]
+    """The first command runs too long, and is killed."""
+    (testbed.folder / "empty").mkdir()
+    program = testbed.folder / "bin" / "osfl"
+    program.parent.mkdir()
+    program.write_text(
+        f"#!{sys.executable}\nimport sys, time\nfrom pathlib import Path\n"
+        f"file = Path({str(testbed.folder / 'commands')!r})\n"
+        "count = len(file.read_text()) if file.exists() else 0\n"
+        "file.write_text('x' * (count + 1))\n"
+        "time.sleep(0 if count else 60)\n"
+        "print(sys.argv[1:])\nsys.exit(int(count > 1))\n"
     )
-    monkeypatch.setattr(histories, "side_by_side", failing)
-    monkeypatch.setattr(histories.signal, "signal", lambda *given: None)
-    with pytest.raises(SystemExit) as end:
-        histories.main()
-    assert (asked, end.value.code) == ([(3, 9, 2, ["--again", "--span=7.0"])], True)
-    monkeypatch.setattr("sys.argv", ["histories.py", "3", "9", "--at-once", "0"])
-    with pytest.raises(SystemExit) as end:
-        histories.main()
-    assert end.value.code == 2
-    monkeypatch.setattr("sys.argv", ["histories.py", "3", "9", "--span", "0"])
-    with pytest.raises(SystemExit) as end:
-        histories.main()
-    assert end.value.code == 2
+    program.chmod(0o755)
+    monkeypatch.setattr(fault_injection.sys, "executable", str(program.with_name("python")))
+    assert testbed.forget(testbed.folder / "job", "site-0", 2.0) == ""
+    assert (testbed.folder / "commands").read_text() == "xx"
+    output = testbed.forget(testbed.folder / "job", "site-0", 30.0)
+    assert output == f"{['forget', str(testbed.folder / 'job'), '--client', 'site-0']}\n"
 
+
+# ---- Many schedules ----
 
 VIOLATED = 20
-BEGUN = (-1, 0.0)
+FEDERATION = (-1, 0.0)
 
 
 @pytest.fixture
-def told(kept_in: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, float]]:
-    """The seeds that are played, with their spans, in federations that are none, after each time
-    that one of these is begun.
-    """
-    seen: list[tuple[int, float]] = []
+def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Results of three seeds, one of them with a violation."""
+    monkeypatch.setattr(tool, "WORK", tmp_path)
+    for seed, problems, kinds in ((0, [], ["cut"]), (2, ["lost"], ["kill", "cut"]), (9, [], [])):
+        record = {"seed": seed, "problems": problems, "seconds": 1800, "faults": kinds}
+        record |= {"span": 60.0, "told": [f"1.0 s: {kind}" for kind in kinds]}
+        tool.file_of(seed).write_text(json.dumps(record))
+    return tmp_path
 
-    def play(world: object, seed: int, peace: object, span: float) -> list[str]:
-        seen.append((seed, span))
+
+@pytest.fixture
+def runs(stored: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, float]]:
+    """The seeds that run with their spans, after each start of a federation."""
+    record: list[tuple[int, float]] = []
+
+    def run_schedule(testbed: object, seed: int, fault_free: object, span: float) -> list[str]:
+        record.append((seed, span))
         return ["lost"] if seed == VIOLATED else []
 
     @contextlib.contextmanager
     def no_federation(place: Path) -> Any:
-        seen.append(BEGUN)
+        record.append(FEDERATION)
         yield SimpleNamespace()
 
-    # The seeds below are histories of these kinds
+    # The seeds below are schedules of these kinds
     nine = {kind: KINDS[kind] for kind in list(KINDS)[:9]}
-    monkeypatch.setattr(histories, "KINDS", nine)
-    monkeypatch.setattr("tests.helpers.tiny_kits.make_tiny_kit", lambda place: None)
-    monkeypatch.setattr(histories, "new_federation", no_federation)
-    crashed = {fault for fault in history_of(11) if fault.kind == "crash"}
-    made = SimpleNamespace(begin=lambda: None, kinds={"stop", "crash"}, met=crashed)
-    monkeypatch.setattr(histories, "World", lambda *given: made)
-    monkeypatch.setattr(histories, "unmount", lambda world: None)
-    monkeypatch.setattr(histories, "quiet", lambda world: {})
-    monkeypatch.setattr(histories, "play", play)
-    return seen
+    monkeypatch.setattr(fault_injection, "KINDS", nine)
+    changes = [Fault(0.0, "join", LATER, 0.0)]
+    monkeypatch.setattr(fault_injection, "changes_of", lambda seed: changes[: seed == 4])
+    monkeypatch.setattr(fault_injection, "continued_schedule_of", lambda seed, span: [])
+    monkeypatch.setattr(tool, "make_tiny_kit", lambda place: None)
+    monkeypatch.setattr(tool, "new_federation", no_federation)
+    crashes = {fault for fault in schedule_of(11) if fault.kind == "crash"}
+    folder = stored / "testbed"
+    (folder / "server" / "job").mkdir(parents=True)
+    (folder / "job-0.log").write_text("the log")
+    testbed = SimpleNamespace(kinds={"stop", "crash"}, hits=crashes, folder=folder)
+    testbed.begin = testbed.unmount = lambda: None
+    monkeypatch.setattr(tool, "Testbed", lambda *_: testbed)
+    monkeypatch.setattr(fault_injection, "run_fault_free", lambda testbed: {})
+    monkeypatch.setattr(fault_injection, "run_schedule", run_schedule)
+    return record
 
 
-def test_what_was_played_is_not_played_again(told: list[tuple[int, float]]) -> None:
-    """Every second seed from 0 on; of 0 to 5, 0 and 2 are there."""
-    histories.played(0, 6, 2, False)
-    assert told == [BEGUN, (4, SPAN)]
-    found = json.loads(histories.file_of(4).read_text())
-    assert found["problems"] == []
-    # Of its stop, and of its slow line, which could not be had here
-    assert [fault.kind for fault in history_of(4)] == ["stop", "slow"]
-    assert found["faults"] == ["stop"]
+def test_stored_seeds_do_not_run_again(runs: list[tuple[int, float]], stored: Path) -> None:
+    """Every second seed from 0 to 5: 0 and 2 are stored; a fault-free run gives the span."""
+    (stored / "000004-other.json").write_text(json.dumps({"span": 90.0}))
+    tool.run_seeds(0, 6, 2)
+    assert runs == [FEDERATION, (4, SPAN)]
+    record = json.loads(tool.file_of(4).read_text())
+    assert record["problems"] == []
+    # This machine has no slow network
+    assert [fault.kind for fault in schedule_of(4)] == ["stop", "slow"]
+    assert record["faults"] == ["stop", "join"]
 
 
-def test_a_crash_that_killed_nothing_is_no_fault(told: list[tuple[int, float]]) -> None:
-    """Of 11 and 24 one each; 11's had an app to kill."""
-    assert ["crash" in {fault.kind for fault in history_of(seed)} for seed in (11, 24)] == [
-        True
-    ] * 2
-    histories.played(11, 1, 1, False)
-    histories.played(24, 1, 1, False)
-    kinds = [json.loads(histories.file_of(seed).read_text())["faults"] for seed in (11, 24)]
-    assert kinds == [["crash"], ["stop", "stop"]]
+def test_a_crash_without_an_app_is_no_fault(runs: list[tuple[int, float]]) -> None:
+    """Seeds 11 and 24 have a crash each; that of 11 hit an app."""
+    for seed, kinds in ((11, ["crash"]), (24, ["stop", "stop"])):
+        assert "crash" in {fault.kind for fault in schedule_of(seed)}
+        tool.run_seeds(seed, 1, 1)
+        assert json.loads(tool.file_of(seed).read_text())["faults"] == kinds
 
 
-def test_again_is_with_the_span_that_it_had(told: list[tuple[int, float]]) -> None:
-    """So the same faults come at the same seconds."""
-    histories.played(1, 3, 1, True)
-    assert told == [BEGUN, (1, SPAN), (2, 60.0), (3, SPAN)]
-    assert json.loads(histories.file_of(2).read_text())["span"] == 60.0
-    told.clear()
-    histories.played(2, 1, 1, True, 90.0)
-    assert told == [BEGUN, (2, 90.0)]
+def test_again_has_the_last_span(runs: list[tuple[int, float]], stored: Path) -> None:
+    for age, (name, span) in enumerate((("newest", 40.0), ("a", 50.0), ("z", 70.0))):
+        file = stored / f"000003-{name}.json"
+        file.write_text(json.dumps({"span": span}))
+        os.utime(file, (1000 - age, 1000 - age))
+    tool.run_seeds(1, 3, 1, again=True)
+    assert runs == [FEDERATION, (1, SPAN), (2, 60.0), (3, 40.0)]
+    assert json.loads(tool.file_of(2).read_text())["span"] == 60.0
+    runs.clear()
+    tool.run_seeds(2, 1, 1, again=True, span=90.0)
+    assert runs == [FEDERATION, (2, 90.0)]
 
 
-def test_without_again_a_run_in_peace_says_the_span(
-    told: list[tuple[int, float]], kept_in: Path
+def test_a_violation_ends_the_federation(runs: list[tuple[int, float]]) -> None:
+    """The violated run might continue in it."""
+    tool.run_seeds(VIOLATED - 1, 3, 1)
+    before, violated, after = [(VIOLATED + number, SPAN) for number in (-1, 0, 1)]
+    assert runs == [FEDERATION, before, violated, FEDERATION, after]
+    problems = [record["problems"] for record in tool.results(VIOLATED - 1, 3)]
+    assert problems == [[], ["lost"], []]
+
+
+def test_folders_and_logs_of_a_violation_are_kept(
+    runs: list[tuple[int, float]], stored: Path
 ) -> None:
-    """Whatever it was with other code, or on a machine that was less busy."""
-    (kept_in / "000001-other.json").write_text(json.dumps({"span": 90.0}))
-    histories.played(1, 1, 1, False)
-    assert told == [BEGUN, (1, SPAN)]
-
-
-def test_after_a_violation_the_others_are_played_in_another_federation(
-    told: list[tuple[int, float]],
-) -> None:
-    """In the first the run that was violated might go on."""
-    histories.played(VIOLATED - 1, 3, 1, False)
-    seeds = [VIOLATED - 1, VIOLATED, VIOLATED + 1]
-    before, violated, after = [(seed, SPAN) for seed in seeds]
-    assert told == [BEGUN, before, violated, BEGUN, after]
-    kept = [json.loads(histories.file_of(seed).read_text())["problems"] for seed in seeds]
-    assert kept == [[], ["lost"], []]
-    told.clear()
-    histories.played(VIOLATED, 1, 1, True)
-    assert told == [BEGUN, (VIOLATED, SPAN)]
-
-
-def test_several_share_the_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three of them play 5 to 11: each every third. One that fails is told of."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import sys\n"
-        "first, count, _, step, *again = sys.argv[1:]\n"
-        "open(f'{__file__}-{first}', 'w').write(f'{count} {step} {again}')\n"
-        "sys.exit(first == '6')\n"
+    tool.run_seeds(VIOLATED - 1, 2, 1)
+    (evidence,) = (
+        place for place in stored.iterdir() if place.is_dir() and place.name != "testbed"
     )
-    monkeypatch.setattr(histories, "__file__", str(script))
-    assert histories.side_by_side(5, 7, 3, ["--again"]) == [0, 1, 0]
+    assert evidence == tool.file_of(VIOLATED).with_suffix("")
+    assert (evidence / "server" / "job").is_dir()
+    assert (evidence / "job-0.log").read_text() == "the log"
+
+
+def test_a_summary_counts_results_of_this_code(
+    stored: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert tool.summary(tool.results(0, 9)) == (
+        "2 schedules, 1 with a violation [2], 1.0 hours; faults: "
+        "1 kill, 0 stop, 0 crash, 2 cut, 0 slow, 0 clock, 0 full, 0 older, 0 again, "
+        "0 term, 0 interrupt, 0 damage, 0 restore, 0 twin, 0 join, 0 leave"
+    )
+    monkeypatch.setattr(tool, "code_digest", lambda: "other")
+    assert tool.results(0, 9) == []
+
+
+def test_the_table_has_every_result(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "BENCHMARKS", stored)
+    tool.write_table(0, 10)
+    page = (stored / "tools" / "tables" / "histories.md").read_text()
+    assert "| 2 | 1.0 s: kill; 1.0 s: cut | lost | 1800 |" in page
+    assert "Command: `python -m benchmarks.tools.fault_injection 0 10 --table`" in page
+    content = json.loads((stored / "tools" / "tables" / "histories.json").read_text())
+    assert len(content["rows"]) == 3
+    assert content["about"] in page
+
+
+@pytest.fixture
+def run_command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[list[Any], int]]:
+    """Returns what a command runs in this process, and its exit code."""
+    monkeypatch.setattr(tool.signal, "signal", lambda *_: None)
+
+    def run(*words: str) -> tuple[list[Any], int]:
+        asked: list[Any] = []
+        monkeypatch.setattr("sys.argv", ["fault_injection", *words])
+        monkeypatch.setattr(tool, "run_seeds", lambda *given: asked.append(given))
+        monkeypatch.setattr(tool, "run_in_parallel", lambda *given: asked.append(given) or [0, 1])
+        try:
+            tool.main()
+        except SystemExit as end:
+            return asked, int(end.code or 0)
+        return asked, 0
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("words", "asked", "code"),
+    [
+        (["0", "1"], [(0, 1, 1, False, None)], 0),
+        # Seed 2 has a violation
+        (["0", "3", "--again", "--span", "90.5"], [(0, 3, 1, True, 90.5)], 1),
+        # One of several processes leaves violations to the command
+        (["1", "9", "--step", "3"], [(1, 9, 3, False, None)], 0),
+        # A process failed, though no stored result has a violation
+        (["3", "9", "--parallel", "2", "--span=7"], [(3, 9, 2, ["--span=7.0"])], 1),
+        (["3", "9", "--parallel", "0"], [], 2),
+        (["3", "9", "--span", "0"], [], 2),
+    ],
+)
+def test_the_command_ends_with_1_after_a_violation(
+    words: list[str],
+    asked: list[Any],
+    code: int,
+    stored: Path,
+    run_command: Callable[..., tuple[list[Any], int]],
+) -> None:
+    assert run_command(*words) == (asked, code)
+
+
+def test_several_processes_share_the_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three of them take every third seed from 5 to 11; one fails."""
+    commands: list[list[str]] = []
+
+    def popen(command: list[str], cwd: Path) -> Any:
+        commands.append(command[3:])
+        code = int(command[3] == "6")
+        return SimpleNamespace(wait=lambda: code, terminate=lambda: None)
+
+    monkeypatch.setattr(tool.subprocess, "Popen", popen)
+    assert tool.run_in_parallel(5, 7, 3, ["--again"]) == [0, 1, 0]
     seeds = []
-    for file in sorted(tmp_path.glob("script.py-*")):
-        count, step, again = file.read_text().split()
-        first = int(file.name.rpartition("-")[2])
-        seeds.append([*range(first, first + int(count), int(step))])
-        assert again == "['--again']"
+    for first, count, _, step, again in commands:
+        seeds.append([*range(int(first), int(first) + int(count), int(step))])
+        assert again == "--again"
     assert seeds == [[5, 8, 11], [6, 9], [7, 10]]
 
 
-def test_a_superlink_has_ports_that_nobody_takes_meanwhile() -> None:
-    """Outgoing connections have those from 32768 on, as Linux is set by default."""
-    control, fleet = histories.quiet_ports()
+def test_the_superlinks_ports_are_below_those_of_outgoing_connections() -> None:
+    """Linux's default begins the latter at 32768."""
+    control, fleet = tool.free_ports()
     assert 1024 <= control < fleet < 32768
     for port in (control, fleet):
         socket.create_server(("127.0.0.1", port)).close()
+
+
+def test_the_table_keeps_the_lines_of_other_seeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(harness, "BENCHMARKS", tmp_path)
+    monkeypatch.setattr(tool, "WORK", tmp_path / "histories")
+    (tmp_path / "histories").mkdir()
+
+    def finish(seed: int, code: str, *problems: str) -> None:
+        monkeypatch.setattr(tool, "code_digest", lambda: code)
+        record = {"seed": seed, "problems": problems, "seconds": 3600, "told": ["1.0 s: again "]}
+        tool.file_of(seed).write_text(json.dumps(record))
+        tool.write_table(seed, 1)
+
+    finish(5, "old")
+    finish(2, "new", "a payload | was lost")
+    finish(5, "new")
+    table = json.loads((tmp_path / "tools" / "tables" / "histories.json").read_text())
+    lines = [(line["seed"], line["code"], line["violations"]) for line in table["rows"]]
+    assert lines == [(2, "new", "a payload / was lost"), (5, "new", "none")]
+    assert "2 schedules, 1 with a violation [2], 2.0 hours." in table["about"]

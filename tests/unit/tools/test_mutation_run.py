@@ -1,16 +1,17 @@
 """The mutation run itself, on a project of one file."""
 
 import json
-import time
+import subprocess
+import sys
 import tomllib
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from benchmarks.tools.mutants import trials
-from benchmarks.tools.mutants.__main__ import row, sample, shown, try_all
+from benchmarks.tools.mutants.__main__ import digest_of, row, sample, shown
 from benchmarks.tools.mutants.mutations import Mutant, find_mutants
-from benchmarks.tools.mutants.trials import Project, load_verdicts, sources
+from benchmarks.tools.mutants.trials import Verdict, records_in
 from tests.helpers.settings import ROOT
 
 CODE = '''
@@ -27,6 +28,8 @@ def half(x: float | None) -> float:
 '''
 PROJECT = {
     "sums.py": """
+import time
+
 def double(x):
     return x * 2
 
@@ -36,6 +39,7 @@ def larger(a, b):
 def countdown(n):
     while n > 0:
         n -= 1
+        time.sleep(0.01)
     return n
 
 def alone(x):
@@ -45,21 +49,12 @@ def alone(x):
 import pytest
 import sums
 
-seen = []
-
 @pytest.fixture(scope="module")
 def eight():
     return sums.double(4)
 
-def test_first(eight):
-    seen.append(1)
-
 def test_larger():
     assert sums.larger(1, 2) == sums.larger(2, 1) == sums.larger(2, 2) == 2
-
-def test_that_needs_the_first():
-    assert seen
-    sums.larger(1, 2)
 
 def test_double(eight):
     assert eight == 8
@@ -67,37 +62,60 @@ def test_double(eight):
 def test_countdown():
     assert sums.countdown(2) == 0
 """,
+    "tests/test_failing.py": """
+import sums
+
+def test_larger():
+    assert sums.larger(1, 2) == sums.alone(0)
+""",
 }
+EXPECTED = {
+    "x * 2 -> x / 2": ("killed", "test_double"),  # in a fixture
+    ">= b -> > b": ("survived", ""),  # equivalent
+    "n -= 1 -> n = 1": ("killed", "test_countdown"),  # never ends
+    # A test file that fails without mutants judges none
+    "x + 1 -> x - 1": ("unreached", ""),
+}
+# The run forks, which a process of pytest must not
+RUN = """
+import json, sys, time
+from dataclasses import asdict
+from pathlib import Path
+from benchmarks.tools.mutants import __main__ as run, trials
+from benchmarks.tools.mutants.mutations import find_mutants
 
-
-@pytest.fixture
-def project(tmp_path: Path) -> Project:
-    root = tmp_path / "project"
-    for name, text in PROJECT.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-    return Project(root, ("*.py",), preload=())
+trials.time_limit = lambda seconds: 8.0
+trials.preload(())
+root, work, *changes = sys.argv[1:]
+project = trials.Project(Path(root), ("*.py",), ("tests/test_*.py",))
+every = find_mutants(project.root, "sums.py")
+mutants = [m for m in every if f"{m.before} -> {m.after}" in changes]
+verdicts = run.try_all(project, mutants, Path(work), time.monotonic() + 300, jobs=2)
+print(json.dumps({f"{m.before} -> {m.after}": asdict(verdicts[m.name]) for m in mutants}))
+"""
 
 
 def changes(mutants: list[Mutant]) -> set[str]:
     return {f"{mutant.before} -> {mutant.after}" for mutant in mutants}
 
 
-def test_messages_and_reports_do_not_compute_and_annotations_are_left_alone(tmp_path: Path) -> None:
+def test_messages_and_reports_do_not_compute_and_annotations_are_not_mutated(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "code.py").write_text(CODE)
     mutants = find_mutants(tmp_path, "code.py")
-    rest = [mutant for mutant in mutants if not mutant.computes]
+    message_mutants = [mutant for mutant in mutants if not mutant.computes]
     assert {"< 0 -> <= 0", "0 -> 1", "x / 2 -> x * 2", "2 -> 3"} <= changes(
         [mutant for mutant in mutants if mutant.computes]
     )
-    assert {"x + 1 -> x - 1", "job.progress(x, 2) -> pass", "2 -> 3"} <= changes(rest)
+    assert {"x + 1 -> x - 1", "job.progress(x, 2) -> pass", "2 -> 3"} <= changes(message_mutants)
     assert not any("None" in mutant.before for mutant in mutants)
     division = next(mutant for mutant in mutants if mutant.before == "x / 2")
     assert division.source() == CODE.replace("x / 2", "x * 2")
     assert shown(division) == "code.py:11 half: x / 2 → x * 2"
 
 
-def test_a_sample_is_the_seeds(tmp_path: Path) -> None:
+def test_a_seed_chooses_the_sample(tmp_path: Path) -> None:
     (tmp_path / "code.py").write_text(CODE)
     mutants = find_mutants(tmp_path, "code.py")
     names = {seed: [mutant.name for mutant in sample(mutants, 5, seed)] for seed in range(3)}
@@ -107,55 +125,59 @@ def test_a_sample_is_the_seeds(tmp_path: Path) -> None:
     assert names[0] == [mutant.name for mutant in sample(find_mutants(tmp_path, "code.py"), 5, 0)]
 
 
-def test_faults_are_noticed_and_the_project_is_left_alone(
-    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trials, "_timeout", lambda seconds: 6.0)
-    before = {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in project.root.rglob("*.*")}
-    tried = {
-        "x * 2 -> x / 2": "killed",  # in a fixture, by the test that looks at what it gave
-        ">= b -> > b": "survived",  # equivalent
-        "n -= 1 -> n = 1": "killed",  # never ends
-        "x + 1 -> x - 1": "unreached",
+@pytest.mark.slow
+def test_mutants_are_killed_and_the_project_is_left_alone(tmp_path: Path) -> None:
+    root, work = tmp_path / "project", tmp_path / "work"
+    for name, text in PROJECT.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    before = {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in root.rglob("*.*")}
+
+    def verdicts() -> dict[str, dict[str, str]]:
+        command = [sys.executable, "-c", RUN, str(root), str(work), *EXPECTED]
+        output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+        result: dict[str, dict[str, str]] = json.loads(output.stdout.splitlines()[-1])
+        return result
+
+    first = verdicts()
+    ends = {
+        change: (verdict["end"], verdict["test"].rpartition("::")[2])
+        for change, verdict in first.items()
     }
-    mutants = [m for m in find_mutants(project.root, "sums.py") if changes([m]) & {*tried}]
-    work = tmp_path / "work"
-    verdicts = try_all(project, mutants, work, time.monotonic() + 300)
-    ends = {f"{m.before} -> {m.after}": verdicts[m.name] for m in mutants}
-    assert {change: verdict.end for change, verdict in ends.items()} == tried
-    assert ends["x * 2 -> x / 2"].test.endswith("test_double")
-    assert ends["n -= 1 -> n = 1"].why == "timeout"
-    # a test that fails alone on the project as it is says nothing about a mutant
-    assert json.loads((work / "reach.json").read_text())["clean"] == {
-        "tests/test_sums.py::test_double": True,
-        "tests/test_sums.py::test_countdown": True,
-        "tests/test_sums.py::test_that_needs_the_first": False,
-    }
-    assert before == {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in project.root.rglob("*.*")}
-
-    # stopped and started again, it knows; nothing is tried twice
-    assert try_all(project, mutants, work, time.monotonic() + 300) == verdicts
-    assert len((work / "verdicts.jsonl").read_text().splitlines()) == len(tried)
-    counts = row("all", mutants, mutants, verdicts, {ends[">= b -> > b"].name: "a is b, then"})
-    assert (counts["killed"], counts["equivalent"], counts["no test"]) == (2, 1, 1)
-    assert counts["%"] == 66.7
+    assert ends == EXPECTED
+    assert first["n -= 1 -> n = 1"]["why"] == "timeout"
+    assert before == {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in root.rglob("*.*")}
+    # A second command reads the first one's verdicts
+    assert verdicts() == first
+    (file,) = work.glob("*/verdicts-60.jsonl")
+    assert len(file.read_text().splitlines()) == len(EXPECTED)
 
 
-def test_a_changed_test_is_another_tree(project: Project) -> None:
-    base, each = sources(project)
-    test = project.root / "tests" / "test_sums.py"
-    test.write_text(test.read_text() + "\n")
-    assert sources(project)[0] == base
-    assert sources(project)[1] != each
+def test_the_table_counts_ends(tmp_path: Path) -> None:
+    (tmp_path / "code.py").write_text(CODE)
+    mutants = find_mutants(tmp_path, "code.py")[:4]
+    ends = ("killed", "killed", "survived", "equivalent")
+    line = row("all", 9, mutants, {m.name: end for m, end in zip(mutants, ends, strict=True)})
+    assert (line["mutants"], line["tried"], line["%"]) == (9, 4, 66.7)
+    assert (line["killed"], line["equivalent"], line["no test"]) == (2, 1, 0)
 
 
-def test_a_verdict_that_was_cut_off_is_tried_again(tmp_path: Path) -> None:
-    (tmp_path / "verdicts.jsonl").write_text(
-        '{"name": "a", "tree": "t", "end": "killed"}\n{"name": "b", "tr'
-    )
-    assert [*load_verdicts(tmp_path / "verdicts.jsonl")] == ["a"]
+def test_a_changed_test_is_another_project(tmp_path: Path) -> None:
+    (tmp_path / "test_sums.py").write_text("pass\n")
+    before = digest_of(tmp_path)
+    assert digest_of(tmp_path) == before
+    (tmp_path / "test_sums.py").write_text("pass\n\n")
+    assert digest_of(tmp_path) != before
 
 
+def test_a_truncated_verdict_is_ignored(tmp_path: Path) -> None:
+    file = tmp_path / "verdicts.jsonl"
+    verdict = asdict(Verdict("a", "killed"))
+    file.write_text(f'{json.dumps(verdict)}\n{{"name": "b", "en')
+    assert records_in(file) == [verdict]
+
+
+@pytest.mark.slow
 def test_the_equivalent_mutants_exist() -> None:
     """A renamed function would leave an entry that excuses nothing."""
     entries = tomllib.loads((ROOT / "benchmarks/tools/mutants/equivalent.toml").read_text())[

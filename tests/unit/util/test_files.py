@@ -12,6 +12,8 @@ from osfl.util.files import (
     CorruptFileError,
     make_private_folder,
     open_private,
+    parse_json,
+    read_below,
     read_json,
     write_atomically,
 )
@@ -23,13 +25,13 @@ def mode(path: Path) -> int:
 
 @pytest.fixture(autouse=True)
 def _open_umask() -> None:  # type: ignore[misc]
-    """As bad as it gets: nothing is taken away from what is asked for."""
+    """The worst umask: no permission is removed from what is requested."""
     before = os.umask(0)
     yield
     os.umask(before)
 
 
-def test_what_is_written_is_its_owners_alone(tmp_path: Path) -> None:
+def test_written_files_are_private_to_their_owner(tmp_path: Path) -> None:
     file = tmp_path / "a" / "b" / "c.json"
     write_atomically(file, b"one")
     assert (mode(file), mode(file.parent), mode(file.parent.parent)) == (0o600, 0o700, 0o700)
@@ -51,8 +53,8 @@ def test_the_memory_of_digests_is_its_owners_alone(
     monkeypatch.setenv("OSFL_CACHE", str(tmp_path / "osfl" / "cache"))
     (tmp_path / "weights").write_bytes(bytes(SMALL_BYTES))
     file_sha256(tmp_path / "weights")
-    made = [tmp_path / "osfl", tmp_path / "osfl" / "cache"]
-    assert [mode(path) for path in made] == [0o700, 0o700]
+    folders = [tmp_path / "osfl", tmp_path / "osfl" / "cache"]
+    assert [mode(path) for path in folders] == [0o700, 0o700]
 
 
 def test_a_public_file_is_public_under_a_private_umask(tmp_path: Path) -> None:
@@ -99,18 +101,18 @@ def test_no_link_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_temporary_names_cannot_be_guessed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
+    names = []
     replace = Path.replace
     monkeypatch.setattr(
-        Path, "replace", lambda path, to: (seen.append(path.name), replace(path, to))
+        Path, "replace", lambda path, to: (names.append(path.name), replace(path, to))
     )
     for _ in range(3):
         write_atomically(tmp_path / "x", b"")
-    assert len(set(seen)) == 3
-    assert not any(str(os.getpid()) in name for name in seen)
+    assert len(set(names)) == 3
+    assert not any(str(os.getpid()) in name for name in names)
 
 
-def test_what_fails_leaves_the_old_file_and_no_other(
+def test_a_failed_write_leaves_the_old_file_and_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_atomically(tmp_path / "x", b"old")
@@ -146,7 +148,7 @@ def test_damaged_json_is_named(tmp_path: Path, content: bytes, problem: str) -> 
     file = tmp_path / "x.json"
     file.write_bytes(content)
     with pytest.raises(CorruptFileError, match=f"x.json {problem}.*; throw it away$") as caught:
-        read_json(file, cure="throw it away")
+        read_json(file, hint="throw it away")
     assert str(caught.value).isprintable()
 
 
@@ -161,3 +163,39 @@ def test_json_that_is_no_file_is_named(tmp_path: Path) -> None:
         read_json(tmp_path / "pipe")
     (tmp_path / "good.json").write_text('{"a": 1}')
     assert read_json(tmp_path / "good.json") == {"a": 1}
+
+
+def test_a_file_below_a_folder_is_read_without_links(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    (root / "a").mkdir(parents=True)
+    (root / "a" / "file").write_text("inside")
+    (tmp_path / "secret").write_text("outside")
+    (root / "link").symlink_to(tmp_path)
+    (root / "a" / "link").symlink_to(tmp_path / "secret")
+    os.mkfifo(root / "a" / "pipe")
+    assert read_below(root, "a/file", 6) == b"inside"
+    for name in ("", ".", "..", "../secret", "a/../../secret", str(tmp_path / "secret"), "a/\0"):
+        with pytest.raises(ValueError, match="is not a path below a folder"):
+            read_below(root, name, 100)
+    for name in ("link/secret", "a/link", "a/pipe", "a", "a/file/x", "missing", "x" * 300):
+        with pytest.raises(OSError):  # noqa: PT011
+            read_below(root, name, 100)
+    with pytest.raises(ValueError, match="has more than 5 bytes"):
+        read_below(root, "a/file", 5)
+    # The user chose the root, which may be a link
+    assert read_below(root / "link", "root/a/file", 6) == b"inside"
+
+
+@pytest.mark.parametrize(
+    ("content", "deepest"),
+    [("1", 0), ("", 0), ('{"a": 1}', 1), ("1, [2], 3", 1), ('{"a": [[]]}, 4', 3)],
+)
+def test_json_is_nested_at_most_a_hundred_levels(content: str, deepest: int) -> None:
+    """Numbers of a long list are passed over, and lists among them are not."""
+    for levels in (100 - deepest, 101 - deepest):
+        text = "[" * levels + content + "]" * levels
+        if levels + deepest == 100:
+            parse_json(text)
+        else:
+            with pytest.raises(ValueError, match="deeper than 100 levels"):
+                parse_json(text)

@@ -1,4 +1,4 @@
-"""What the names of classes and domains become in prompts."""
+"""Names of classes and domains in prompts."""
 
 from types import SimpleNamespace
 
@@ -71,7 +71,7 @@ def test_a_clients_domain_cannot_name_another_placeholder() -> None:
 
 
 def test_the_digits_have_the_prompts_that_their_kit_has_learned() -> None:
-    """As the names stood in the templates before they became words: "a infograph of a eight"."""
+    """Names stood in the templates before they became words: "a infograph of a eight"."""
     config = defaults()
     text = config["synthesis.prompt"]
     domain = config["prompts-domain.prompt"]
@@ -86,7 +86,7 @@ def test_the_digits_have_the_prompts_that_their_kit_has_learned() -> None:
 
 
 def test_every_prompt_of_a_folders_classes_is_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What reaches the text encoder, from the config, from prompts-domain, FGL and FedBiP."""
+    """The text encoder's input, from the config, from prompts-domain, FGL and FedBiP."""
     classes = ("alarm_clock", "dog")
     settings = quick(data__name="folder", data__classes=",".join(classes), kit="/kit")
     job = SimpleNamespace(config=parse_run_config(settings), classes=classes, kit="/kit")

@@ -49,7 +49,7 @@ def test_ray_begins_at_the_limit_and_beyond(tmp_path: Path, length: int) -> None
     )
     environment = {key: value for key, value in os.environ.items() if key != "RAY_TMPDIR"}
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-c", code],
             env={**environment, "TMPDIR": str(folder)},
             capture_output=True,
@@ -57,4 +57,4 @@ def test_ray_begins_at_the_limit_and_beyond(tmp_path: Path, length: int) -> None
         )
     finally:
         subprocess.run(["rm", "-rf", str(folder)], check=True)
-    assert "begun" in done.stdout, done.stderr[-2000:]
+    assert "begun" in result.stdout, result.stderr[-2000:]

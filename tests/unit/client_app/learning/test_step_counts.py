@@ -1,4 +1,4 @@
-"""How often a learned condition is stepped: by passes over its images, or as often as is said."""
+"""Optimization steps of learned conditions: passes over their images, or a fixed number."""
 
 from pathlib import Path
 
@@ -18,11 +18,13 @@ def generator() -> torch.Generator:
 def test_steps_take_the_place_of_epochs_and_begin_as_they_do() -> None:
     """150 steps of one: fifteen passes over ten images; the first 37 are of the same images."""
     rows = torch.arange(20, 30)
-    whole = minibatches(rows, 15, 0, 1, generator())
-    stepped = minibatches(rows, 1, 150, 1, generator())
-    assert len(whole) == 150
-    assert torch.equal(torch.cat(whole), torch.cat(stepped))
-    assert torch.equal(torch.cat(minibatches(rows, 99, 37, 1, generator())), torch.cat(whole)[:37])
+    epoch_batches = minibatches(rows, 15, 0, 1, generator())
+    step_batches = minibatches(rows, 1, 150, 1, generator())
+    assert len(epoch_batches) == 150
+    assert torch.equal(torch.cat(epoch_batches), torch.cat(step_batches))
+    assert torch.equal(
+        torch.cat(minibatches(rows, 99, 37, 1, generator())), torch.cat(epoch_batches)[:37]
+    )
     for size, steps in ((3, 1), (3, 4), (3, 5), (4, 9), (64, 7)):
         batches = minibatches(rows, 1, steps, size, generator())
         assert len(batches) == steps
@@ -46,7 +48,11 @@ def test_every_condition_has_its_steps(tiny_kit, monkeypatch, method: str, half)
         return step(self, *args, **named)
 
     monkeypatch.setattr(torch.optim.Adam, "step", counted)
-    settings = {f"{method}__steps": 5, f"{method}__batch_size": 1, f"{method}__at_once": 8}
+    settings = {
+        f"{method}__steps": 5,
+        f"{method}__batch_size": 1,
+        f"{method}__conditions_per_batch": 8,
+    }
     job = job_of(tiny_kit, images(0, 0, 0, 0, 4), method=method, **settings)
     half.make_payload(job)
     conditions = 2 if method == "feddeo" else 3

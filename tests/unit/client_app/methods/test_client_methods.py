@@ -14,6 +14,7 @@ from osfl.config import parse_run_config
 from osfl.data.load import Images
 from osfl.models import classifiers, training
 from osfl.models.classifiers import ClassifierError
+from osfl.models.conditioning import Conditioning
 from osfl.models.diffusion import KitError, forward_noise, load_kit
 from osfl.models.training import fit
 from osfl.util.costs import FlopMeter
@@ -69,25 +70,26 @@ def test_a_frugal_node_learns_the_same(tiny_kit, monkeypatch) -> None:  # type: 
 
 def test_groups_of_classes_learn_what_all_together_learn(tiny_kit) -> None:  # type: ignore[no-untyped-def]
     data = images(0, 0, 4, 4, 9)
-    done = []
+    steps = []
     together = feddeo_half.make_payload(job_of(tiny_kit, data, feddeo__epochs=3))
     job = replace(
-        job_of(tiny_kit, data, feddeo__epochs=3, feddeo__at_once=2),
-        progress=lambda *step: done.append(step),
+        job_of(tiny_kit, data, feddeo__epochs=3, feddeo__conditions_per_batch=2),
+        progress=lambda *step: steps.append(step),
     )
     grouped = feddeo_half.make_payload(job)
     assert grouped.classes == together.classes == ("zero", "four", "nine")
     assert torch.allclose(grouped.vectors, together.vectors, atol=1e-3)
-    assert done[:2] == [(0, 5, "encoding image"), (5, 5, "encoding image")]
-    assert done[2:] == [(0, 6), (1, 6), (2, 6), (3, 6), (3, 6), (4, 6), (5, 6), (6, 6)]
+    assert steps[:2] == [(0, 5, "encoding image"), (5, 5, "encoding image")]
+    assert steps[2:] == [(0, 6), (1, 6), (2, 6), (3, 6), (3, 6), (4, 6), (5, 6), (6, 6)]
 
 
+@pytest.mark.slow
 def test_descriptions_start_at_the_prompt_and_lower_the_denoising_loss(tiny_kit) -> None:  # type: ignore[no-untyped-def]
     data = images(*[3] * 8)
     kit = load_kit(tiny_kit)
     job = job_of(tiny_kit, data, feddeo__epochs=30, feddeo__batch_size=4, feddeo__lr=0.05)
     learned = feddeo_half.make_payload(job).vectors
-    start = kit.text(["an image of three"])
+    start = kit.text.states(["an image of three"])
     assert learned.shape == start.shape
 
     @torch.no_grad()
@@ -96,7 +98,7 @@ def test_descriptions_start_at_the_prompt_and_lower_the_denoising_loss(tiny_kit)
         t = torch.arange(0, 1000, 8)
         eps = torch.randn(len(t), *x0.shape[1:], generator=torch.Generator().manual_seed(0))
         z = forward_noise(x0[torch.arange(len(t)) % 8], eps, kit.alphas_cumprod[t])
-        return (eps - kit.eps(z, t, d.expand(len(t), -1, -1))).square().mean().item()
+        return (eps - kit.eps(z, t, Conditioning(d).expand(len(t)))).square().mean().item()
 
     assert loss(learned) < loss(start) - 0.01
     one_step = feddeo_half.make_payload(
@@ -128,6 +130,7 @@ def test_flop_meter_knows_a_matrix_product() -> None:
     assert meter.total == 3 * 2 * 4 * 5 * 6
 
 
+@pytest.mark.slow
 def test_classifier_payload_is_the_trained_model(tiny_kit) -> None:  # type: ignore[no-untyped-def]
     data = images(0, 0, 0, 4, 4, 4)
     payload = classifier_half.make_payload(
@@ -245,13 +248,15 @@ def test_mixed_precision_is_of_the_products() -> None:
     pixels = torch.randint(256, (8, 3, 32, 32), dtype=torch.uint8)
     labels = torch.arange(8)
     settings = parse_run_config(quick()).classifier
-    made = {}
+    states = {}
     for precision in ("float32", "auto", "bfloat16"):
         model = classifiers.new_classifier(
             replace(settings, init="none", architecture="resnet18"), 10, "", 0
         )
-        seen = []
-        model.conv1.register_forward_hook(lambda _, args, out, seen=seen: seen.append(out.dtype))
+        dtypes = []
+        model.conv1.register_forward_hook(
+            lambda _, args, out, dtypes=dtypes: dtypes.append(out.dtype)
+        )
         fit(
             model,
             pixels,
@@ -260,18 +265,22 @@ def test_mixed_precision_is_of_the_products() -> None:
             0,
             torch.device("cpu"),
         )
-        assert set(seen) == {torch.bfloat16 if precision == "bfloat16" else torch.float32}
-        made[precision] = model.state_dict()
-    assert all(torch.equal(value, made["auto"][name]) for name, value in made["float32"].items())
-    assert {value.dtype for value in made["bfloat16"].values()} == {torch.float32, torch.int64}
+        assert set(dtypes) == {torch.bfloat16 if precision == "bfloat16" else torch.float32}
+        states[precision] = model.state_dict()
+    assert all(
+        torch.equal(value, states["auto"][name]) for name, value in states["float32"].items()
+    )
+    assert {value.dtype for value in states["bfloat16"].values()} == {torch.float32, torch.int64}
     way = (
-        made["float32"]["fc.weight"]
+        states["float32"]["fc.weight"]
         - classifiers.new_classifier(
             replace(settings, init="none", architecture="resnet18"), 10, "", 0
         ).fc.weight
     )
     assert (
-        0 < (made["bfloat16"]["fc.weight"] - made["float32"]["fc.weight"]).norm() < 0.2 * way.norm()
+        0
+        < (states["bfloat16"]["fc.weight"] - states["float32"]["fc.weight"]).norm()
+        < 0.2 * way.norm()
     )
 
 
@@ -301,9 +310,11 @@ def test_dropout_is_seeded() -> None:
 
 def test_initialisation_keeps_the_trunk_and_a_fresh_head(tiny_kit) -> None:  # type: ignore[no-untyped-def]
     config = parse_run_config(quick()).classifier
-    one, two = (classifiers.new_classifier(config, 10, str(tiny_kit), seed) for seed in (0, 1))
-    assert torch.equal(one.conv1[0].weight, two.conv1[0].weight)  # type: ignore[index]
-    assert not torch.equal(one.fc.weight, two.fc.weight)  # type: ignore[union-attr]
+    first_model, second_model = (
+        classifiers.new_classifier(config, 10, str(tiny_kit), seed) for seed in (0, 1)
+    )
+    assert torch.equal(first_model.conv1[0].weight, second_model.conv1[0].weight)  # type: ignore[index]
+    assert not torch.equal(first_model.fc.weight, second_model.fc.weight)  # type: ignore[union-attr]
 
 
 # ---- Plan and samplers ----
@@ -354,21 +365,21 @@ def test_a_later_client_adds_units_and_changes_none() -> None:
     assert names({"a": [0, 1]}, {"a": "x"}, steps=3).isdisjoint(before)
 
 
+@pytest.mark.slow
 def test_rows_do_not_depend_on_their_batch(tiny_kit) -> None:  # type: ignore[no-untyped-def]
     """A mixed batch of classes and clients gives what each image gives alone, for every sampler."""
     kit = load_kit(tiny_kit)
-    held = {"a": [0, 3], "b": [3]}
-    plan = plan_images("m", 0, held, 1)
+    client_classes = {"a": [0, 3], "b": [3]}
+    plan = plan_images("m", 0, client_classes, 1)
     prompts = kit.text([f"an image of {name}" for name in CLASSES])
     learned = {
-        (j.client, j.label): torch.randn(
-            prompts.shape[1:], generator=generator_of(j.client, j.label)
-        )
+        (j.client, j.label): torch.randn(kit.text.shape, generator=generator_of(j.client, j.label))
         for j in plan
     }
     torch.manual_seed(0)
     teachers = {
-        c: as_teacher(classifiers.build_classifier("resnet18", 10, small_stem=True)) for c in held
+        c: as_teacher(classifiers.build_classifier("resnet18", 10, small_stem=True))
+        for c in client_classes
     }
     settings = parse_run_config(quick()).fedlmg
     samplers = {
@@ -409,7 +420,7 @@ def test_a_branch_of_scale_zero_costs_nothing(tiny_kit, monkeypatch) -> None:  #
     )
     for scales, branches in (((0.0, 3.0), 2), ((3.0, 3.0), 3)):
         rows.clear()
-        feddeo.sample(kit, plan, prompts, {("a", 0): prompts[0]}, scales, 5)
+        feddeo.sample(kit, plan, prompts, {("a", 0): prompts.states[0]}, scales, 5)
         assert rows == [2 * branches] * 5
 
 

@@ -18,8 +18,9 @@ import torch
 from benchmarks.privacy.noisy_argmax import win_probabilities
 from client_app.app import app, client_settings
 from client_app.methods import votes as client_half
+from client_app.privacy.bernoulli import bernoulli_exp
 from client_app.privacy.ledger import Ledger
-from client_app.privacy.mechanisms import bernoulli_exp, permute_and_flip
+from client_app.privacy.mechanisms import permute_and_flip
 from osfl.config import ConfigError, NodeConfig, parse_run_config
 from osfl.models.diffusion import Kit
 from osfl.payload.kinds import Votes
@@ -39,7 +40,7 @@ DRAWN = 40_000
 
 
 def standard_errors(seen: float, expected: float) -> float:
-    """How far a share of `DRAWN` draws is from a probability."""
+    """Return how far a share of `DRAWN` draws is from a probability."""
     return abs(seen - expected) / math.sqrt(expected * (1 - expected) / DRAWN + 1e-12)
 
 
@@ -49,11 +50,11 @@ def standard_errors(seen: float, expected: float) -> float:
 @pytest.mark.parametrize("gamma", [Fraction(0), Fraction(3, 10), Fraction(1), Fraction(5, 2)])
 def test_chance_is_exp_of_minus_gamma(gamma: Fraction) -> None:
     below = random.Random(1).randrange
-    seen = sum(bernoulli_exp(gamma, below) for _ in range(DRAWN)) / DRAWN
+    share = sum(bernoulli_exp(gamma, below) for _ in range(DRAWN)) / DRAWN
     if gamma == 0:
-        assert seen == 1
+        assert share == 1
     else:
-        assert standard_errors(seen, math.exp(-gamma)) < 4
+        assert standard_errors(share, math.exp(-gamma)) < 4
 
 
 @pytest.mark.parametrize(
@@ -63,11 +64,11 @@ def test_winners_come_as_often_as_permute_and_flip_says(
     counts: tuple[int, ...], epsilon: float
 ) -> None:
     below = random.Random(2).randrange
-    seen = Counter(permute_and_flip(counts, epsilon, below) for _ in range(DRAWN))
+    wins = Counter(permute_and_flip(counts, epsilon, below) for _ in range(DRAWN))
     expected = win_probabilities(counts, epsilon)
     assert sum(expected) == pytest.approx(1)
     for candidate, probability in enumerate(expected):
-        assert standard_errors(seen[candidate] / DRAWN, probability) < 4
+        assert standard_errors(wins[candidate] / DRAWN, probability) < 4
 
 
 @pytest.mark.parametrize("epsilon", [0.5, 1.0, 4.0])
@@ -77,13 +78,15 @@ def test_one_image_changes_no_probability_by_more_than_its_bound(epsilon: float)
     """
     elections = [(a, b, c) for a in range(6) for b in range(6 - a) for c in range(6 - a - b)]
     compared = 0
-    for one in elections:
-        for other in elections:
-            changes = [there - here for here, there in zip(one, other, strict=True)]
+    for election in elections:
+        for alternative in elections:
+            changes = [there - here for here, there in zip(election, alternative, strict=True)]
             bound = {(-1, 0, 1): epsilon, (0, 0, 1): epsilon / 2}.get(tuple(sorted(changes)))
             if bound is not None:
                 pairs = zip(
-                    win_probabilities(one, epsilon), win_probabilities(other, epsilon), strict=True
+                    win_probabilities(election, epsilon),
+                    win_probabilities(alternative, epsilon),
+                    strict=True,
                 )
                 assert all(abs(math.log(p / q)) <= bound + 1e-9 for p, q in pairs)
                 compared += 1
@@ -105,9 +108,9 @@ def test_chance_comes_from_the_operating_system(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture
 def kit(monkeypatch: pytest.MonkeyPatch) -> Kit:
-    made = analytic_kit()
-    monkeypatch.setattr(client_half, "load_kit", lambda *_: made)
-    return made
+    test_kit = analytic_kit()
+    monkeypatch.setattr(client_half, "load_kit", lambda *_: test_kit)
+    return test_kit
 
 
 TWO = {
@@ -123,7 +126,7 @@ def test_errors_are_the_denoisers_at_the_middles_of_the_schedules_parts(kit: Kit
     data = images(3, 1, 0, 3, 2)
     job = job_of(data, **TWO)
     latents, _ = client_half.posteriors(kit, data, job)
-    found = client_half.candidate_errors(kit, latents, data.labels, job)
+    errors = client_half.candidate_errors(kit, latents, data.labels, job)
     source = generator(job.config.seed, "votes")
     mean, _ = analytic.encode(data.pixels.numpy())
     a = analytic.alphas_cumprod()
@@ -137,11 +140,11 @@ def test_errors_are_the_denoisers_at_the_middles_of_the_schedules_parts(kit: Kit
                 e = analytic.eps(z[None], a[t], analytic.mu(c))[0]
                 expected[row, column] += ((noise - e) ** 2).mean() / 3
     assert TIMESTEPS == 1000
-    np.testing.assert_allclose(numbers(found), expected, rtol=1e-4)
+    np.testing.assert_allclose(numbers(errors), expected, rtol=1e-4)
     assert np.abs(expected[:, 0] - expected[:, 1]).min() > 1e-4
     # One image's vote depends on no other image
     alone = client_half.candidate_errors(kit, latents[3:4], data.labels[3:4], job)
-    torch.testing.assert_close(alone[0], found[3])
+    torch.testing.assert_close(alone[0], errors[3])
 
 
 def elections(
@@ -167,7 +170,7 @@ def test_the_candidate_with_the_most_votes_wins(kit: Kit, monkeypatch: pytest.Mo
     by_class = payload()
     assert by_class.classes == ("zero", "two")
     assert (by_class.winners.tolist(), by_class.winners.dtype) == ([1, 0], torch.uint8)
-    assert payload(votes__electorate="client").winners.tolist() == [2, 2]
+    assert payload(votes__granularity="client").winners.tolist() == [2, 2]
 
 
 def test_with_an_epsilon_the_mechanism_elects(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +186,7 @@ def test_with_an_epsilon_the_mechanism_elects(kit: Kit, monkeypatch: pytest.Monk
     assert payload(epsilon=0.5).winners.tolist() == [1, 1]
     assert asked == [([0, 2, 1], 0.5), ([2, 0, 2], 0.5)]
     asked.clear()
-    assert payload(epsilon=2.0, votes__electorate="client").winners.tolist() == [1, 1]
+    assert payload(epsilon=2.0, votes__granularity="client").winners.tolist() == [1, 1]
     assert asked == [([2, 2, 3], 2.0)]
 
 
@@ -256,9 +259,9 @@ def test_a_payload_that_is_asked_for_again_is_the_same_one(
     def sent() -> list[bytes]:
         run_job(LoopGrid(app, config, nodes(2)), parse_run_config(config), "job")
         files = sorted((home / "runs" / "job" / "payloads").glob("*.pb"))
-        made = [file.read_bytes() for file in files]
+        payloads = [file.read_bytes() for file in files]
         shutil.rmtree(home / "runs" / "job")
-        return made
+        return payloads
 
     first = sent()
     assert sent() == first
@@ -273,7 +276,7 @@ def test_a_payload_that_is_asked_for_again_is_the_same_one(
 
 
 def test_images_are_of_the_winner(tiny_kit: Path, composed: Any) -> None:
-    """Of a, three won 1 and eight 0; of b, eight won 2."""
+    """a's three won 1 and eight 0; b's eight won 2."""
     config = config_of(tiny_kit, votes__candidates="sketch, old_photo, neon", votes__guidance=4.5)
     payloads = {
         "a": Votes(("three", "eight"), torch.tensor([1, 0], dtype=torch.uint8)),
@@ -287,7 +290,7 @@ def test_images_are_of_the_winner(tiny_kit: Path, composed: Any) -> None:
     assert only.scale == 4.5
 
 
-def test_a_vote_for_nobody_is_refused() -> None:
+def test_a_vote_without_candidate_is_refused() -> None:
     config = parse_run_config(quick(method="votes", votes__candidates="photo, sketch, neon"))
     sound = Votes(("three",), torch.tensor([2], dtype=torch.uint8))
     check_plausible(sound, "a", config)
@@ -301,13 +304,13 @@ def test_a_run_says_what_it_guarantees(home: Path, tiny_kit: Path) -> None:
     config = quick(method="votes", kit=str(tiny_kit), epsilon=2.0)
     sites = [nodes(2)[0], {**nodes(2)[1], "epsilon": 0.5}]
     run_job(LoopGrid(app, config, sites), parse_run_config(config), "job")
-    found = metrics(home)
-    assert [about["epsilon"] for about in found["clients"].values()] == [2.0, 0.5]
+    results = metrics(home)
+    assert [client["epsilon"] for client in results["clients"].values()] == [2.0, 0.5]
     page = (home / "runs" / "job" / "report.html").read_text()
     assert "differentially private for the replacement of one image, with ε = 0.5 to 2." in page
-    left_out = {**config, "num-clients": 3, "left-out": "client-2"}
-    run_job(LoopGrid(app, left_out, nodes(3)), parse_run_config(left_out), "left-out")
-    page = (home / "runs" / "left-out" / "report.html").read_text()
+    left_out = {**config, "num-clients": 3, "held-out": "client-2"}
+    run_job(LoopGrid(app, left_out, nodes(3)), parse_run_config(left_out), "held-out")
+    page = (home / "runs" / "held-out" / "report.html").read_text()
     # Who sends no payload gives nothing away
     assert "for the replacement of one image, with ε = 2." in page
     config["epsilon"] = 0.0

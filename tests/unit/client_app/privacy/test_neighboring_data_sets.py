@@ -38,6 +38,7 @@ NOISY = {
     "Embeddings": {"vectors"},
     "DomainVector": {"domain"},
     "FeatureMixtures": {"means", "variances"},
+    "LatentStatistics": {"sums", "squares"},
     "Votes": {"winners"},
     # Its parameters; BatchNorm's statistics are the initial weights'
     "Classifier": {"state"},
@@ -73,7 +74,7 @@ def site(folder: Path, replaced: str) -> Path:
 
 
 def config_of(method: str, kit: Path, unclip: Path, **settings: Any) -> dict[str, Any]:
-    given = {
+    base_settings = {
         "method": method,
         "kit": str(kit),
         "feddisc__kit": str(unclip),
@@ -83,17 +84,17 @@ def config_of(method: str, kit: Path, unclip: Path, **settings: Any) -> dict[str
         "classifier__init": "none",
         "global_model__init": "none",
         # Local has no global model that a client could adapt
-        "adaptation__steps": 0 if method == "local" else 3,
+        "personalization__steps": 0 if method == "local" else 3,
         "num_clients": 1,
         "epsilon": 2.0,
         "delta": 1e-4,
         "job_id": "job",
     }
-    return quick(**{**given, **settings})
+    return quick(**{**base_settings, **settings})
 
 
 def sent(config: dict[str, Any], node: dict[str, Any], home: Path) -> Iterator[tuple[str, Any]]:
-    """What a client answers to each kind of message, by what it was asked: a reply, or an error."""
+    """Return a client's answers by the kind of message: a reply, or an error."""
     job = RecordDict({"job": ConfigRecord({"job": "job"}), "kit": ConfigRecord({})})
     yield "join", answer("query.join", job, config, node)
     yield "train", answer("train", job, config, node)
@@ -105,8 +106,11 @@ def sent(config: dict[str, Any], node: dict[str, Any], home: Path) -> Iterator[t
     for adapts in ADAPTING:
         for keeps in ("", str(home)):
             asked = SentModel(model.state_dict(), "shufflenet_v2_x1_0", True, "job", "FT", adapts)
-            own = {**node, "models-dir": keeps}
-            yield f"evaluate {adapts} {keeps}", answer("evaluate", pack_model(asked), config, own)
+            node_config = {**node, "models-dir": keeps}
+            yield (
+                f"evaluate {adapts} {keeps}",
+                answer("evaluate", pack_model(asked), config, node_config),
+            )
 
 
 def answer(kind: str, content: RecordDict, config: dict[str, Any], node: dict[str, Any]) -> Any:
@@ -144,9 +148,9 @@ def of_payload(content: RecordDict, config: RunConfig) -> dict[str, Any]:
     for name in fields_of(kind_of(kind)):
         value = getattr(payload, name)
         if isinstance(value, dict):
-            names = [one for one in value if one.endswith(STATISTICS)]
-            parts |= {f"{name} {one}": value[one].tolist() for one in names}
-            parts |= {f"{name} {one} shape": list(value[one].shape) for one in value}
+            names = [key for key in value if key.endswith(STATISTICS)]
+            parts |= {f"{name} {key}": value[key].tolist() for key in names}
+            parts |= {f"{name} {key} shape": list(value[key].shape) for key in value}
         elif isinstance(value, torch.Tensor):
             parts[f"{name} shape"] = (list(value.shape), value.dtype)
             value = value.tolist()
@@ -163,12 +167,12 @@ def captured(
     monkeypatch.setenv("OSFL_CACHE", str(place / "cache"))
     node = {"client-id": "site-a", "data-dir": str(site(place / "data", replaced)), **own}
     parsed = parse_run_config(config)
-    kept = place / "models"
-    kept.mkdir()
-    found = {}
-    for number, (_, content) in enumerate(sent(config, node, kept)):
-        found |= {f"{number} {key}": value for key, value in quiet_parts(content, parsed).items()}
-    return found
+    models_folder = place / "models"
+    models_folder.mkdir()
+    parts = {}
+    for number, (_, content) in enumerate(sent(config, node, models_folder)):
+        parts |= {f"{number} {key}": value for key, value in quiet_parts(content, parsed).items()}
+    return parts
 
 
 def pairs() -> list[tuple[str, str]]:
@@ -187,7 +191,7 @@ def test_one_image_changes_nothing_but_what_is_noisy(
     replaced: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of a site that demands the guarantee, and tells its test results."""
+    """The site demands the guarantee, and tells its test results."""
     config = config_of(method, tiny_kit, tiny_unclip)
     policy = {"epsilon": 2.0, "epsilon-total": 8.0, "test-results": "exact"}
     here, there = (captured(config, home, monkeypatch, which, **policy) for which in ("", replaced))
@@ -205,10 +209,10 @@ def test_errors_are_the_same_whatever_the_images(
     asker: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of two sites whose images are others, and neither can take part."""
+    """Two sites have other images, and neither can take part."""
     policy = {"epsilon": 2.0} if asker == "site" else {}
     config = config_of("votes", tiny_kit, tiny_unclip)
-    found = []
+    site_parts = []
     for name in ("Ada", "Berta"):
         place = home / name
         if why == "images":
@@ -221,7 +225,7 @@ def test_errors_are_the_same_whatever_the_images(
         monkeypatch.setenv("OSFL_CACHE", str(place / "cache"))
         node = {"client-id": "site-a", "data-dir": str(place), "test-results": "exact", **policy}
         answers = [content for _, content in sent(config, node, home)]
-        found.append([quiet_parts(content, parse_run_config(config)) for content in answers])
-    assert found[0] == found[1]
-    codes = [parts["error"] for parts in found[0] if "error" in parts]
+        site_parts.append([quiet_parts(content, parse_run_config(config)) for content in answers])
+    assert site_parts[0] == site_parts[1]
+    codes = [parts["error"] for parts in site_parts[0] if "error" in parts]
     assert ("ClientError", "DATA (its own log has the details)") in codes

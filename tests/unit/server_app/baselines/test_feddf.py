@@ -76,7 +76,7 @@ def test_the_proxy_set_is_a_seeded_sample_of_the_whole_folder(tmp_path: Path) ->
     assert samples[0] == samples[1] != samples[2]
 
 
-def test_a_proxy_set_smaller_than_asked_for_is_taken_whole_and_said(
+def test_a_proxy_set_smaller_than_requested_is_used_whole_and_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = web(tmp_path / "web", 2, 3)
@@ -88,9 +88,9 @@ def test_a_proxy_set_smaller_than_asked_for_is_taken_whole_and_said(
 
 def test_two_proxy_images_are_enough(tmp_path: Path) -> None:
     assert len(taken(proxies.load_proxy(proxy_job(web(tmp_path / "two", 2, 1))))) == 2
-    one = proxy_job(web(tmp_path / "one", 1, 1))
+    job = proxy_job(web(tmp_path / "one", 1, 1))
     with pytest.raises(ConfigError, match="at least two images"):
-        proxies.load_proxy(one)
+        proxies.load_proxy(job)
 
 
 def test_files_that_systems_leave_are_no_proxy_images(tmp_path: Path) -> None:
@@ -118,11 +118,11 @@ def test_few_proxy_images_are_decoded_at_a_time(
     counts = [0]
 
     def decoded(image: Image.Image, size: int) -> torch.Tensor:
-        made = decode(image, size)
-        alive.add(made)
+        pixels = decode(image, size)
+        alive.add(pixels)
         peaks[-1] = max(peaks[-1], len(alive))
         counts[-1] += 1
-        return made
+        return pixels
 
     monkeypatch.setattr(proxies, "to_pixels", decoded)
     monkeypatch.setattr(feddf, "CHUNK", 10)
@@ -158,7 +158,7 @@ def linear(size: int) -> nn.Module:
 def test_the_teacher_is_the_softmax_of_the_mean_of_all_logits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By hand, in float64; of the rows that are asked for, in pieces."""
+    """Float64 by hand, for the requested rows, in pieces."""
     torch.manual_seed(0)
     proxy = torch.randint(256, (9, 3, 4, 4), dtype=torch.uint8)
     teachers = [linear(4) for _ in range(3)]
@@ -166,17 +166,17 @@ def test_the_teacher_is_the_softmax_of_the_mean_of_all_logits(
         teacher[1].weight.data *= scale  # type: ignore[index, operator]
     rows = torch.tensor([1, 2, 4, 7, 8])
     monkeypatch.setattr(feddf, "CHUNK", 2)
-    made = feddf.ensemble(teachers, proxy, rows, CPU).double().numpy()
+    probabilities = feddf.ensemble(teachers, proxy, rows, CPU).double().numpy()
     images = proxy[rows].double().numpy() / 255
     images = (images - np.reshape(MEAN, (3, 1, 1))) / np.reshape(STD, (3, 1, 1))
     weights = [t[1].weight.detach().double().numpy() for t in teachers]  # type: ignore[index]
     logits = np.mean([images.reshape(5, -1) @ w.T for w in weights], axis=0)
     expected = np.exp(logits - logits.max(1, keepdims=True))
-    assert made == pytest.approx(expected / expected.sum(1, keepdims=True), abs=1e-5)
+    assert probabilities == pytest.approx(expected / expected.sum(1, keepdims=True), abs=1e-5)
 
 
 def test_a_step_goes_down_the_divergence_from_the_teacher() -> None:
-    """Of the images that were drawn, by hand: Adam's first step is lr times the gradient's sign."""
+    """Drawn images by hand: Adam's first step is lr times the gradient's sign."""
     torch.manual_seed(0)
     proxy = torch.randint(256, (50, 3, 4, 4), dtype=torch.uint8)
     student = linear(4)
@@ -214,15 +214,15 @@ def test_dropout_in_a_student_is_seeded() -> None:
     # type: ignore[index]
     teacher = linear(4)
     start = linear(4)[1].state_dict()
-    made = []
+    weights = []
     for seed, number in ((1, 1), (2, 1), (2, 2)):
         student = nn.Sequential(nn.Dropout(0.5), *linear(4))
         student[2].load_state_dict(start)
         torch.manual_seed(seed)
         feddf.distill([student], [teacher], proxy, job, number)
-        made.append(student[2].weight)
-    assert torch.equal(made[0], made[1])
-    assert not torch.equal(made[1], made[2])
+        weights.append(student[2].weight)
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[1], weights[2])
 
 
 def test_students_learn_side_by_side_what_each_learns_alone() -> None:
@@ -300,7 +300,7 @@ def mixed(kit: Path, **settings: object) -> dict:
 
 
 def mixed_nodes() -> list[dict]:
-    """By their node-configs clients 0 and 2 have one architecture, and client 1 the other."""
+    """Node-configs where clients 0 and 2 have one architecture, and client 1 the other."""
     architectures = (SHUFFLE, MOBILE, SHUFFLE)
     return [node | {"architecture": a} for node, a in zip(nodes(3), architectures, strict=True)]
 
@@ -309,11 +309,11 @@ def mixed_nodes() -> list[dict]:
 def test_each_architecture_has_its_own_mean_and_all_clients_teach_it(
     home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What students begin at, who teaches them, and where they go."""
+    """Start, teachers and destination of each student."""
     config = mixed(tiny_kit, rounds__count=2)
     images = {0: 10, 1: 10, 2: 30}
     replies: list[dict[int, State]] = [{}]
-    begun: list[dict[str, State]] = []
+    initial_states: list[dict[str, State]] = []
     taught: list[list[State]] = []
     learned: list[dict[str, State]] = []
 
@@ -325,7 +325,7 @@ def test_each_architecture_has_its_own_mean_and_all_clients_teach_it(
         return reply
 
     def distil(students, teachers, proxy, job, number) -> None:  # type: ignore[no-untyped-def]
-        begun.append({architecture_of(s.state_dict()): copy_of(s) for s in students})
+        initial_states.append({architecture_of(s.state_dict()): copy_of(s) for s in students})
         taught.append([copy_of(teacher) for teacher in teachers])
         for student in students:
             for parameter in student.parameters():
@@ -344,7 +344,7 @@ def test_each_architecture_has_its_own_mean_and_all_clients_teach_it(
     }
     assert set(start) == {SHUFFLE, MOBILE, OWN}
     for number in (1, 2):
-        students = begun[number - 1]
+        students = initial_states[number - 1]
         sent = replies[number - 1]
         for name, value in students[SHUFFLE].items():
             if value.is_floating_point():
@@ -356,25 +356,25 @@ def test_each_architecture_has_its_own_mean_and_all_clients_teach_it(
         last = start if number == 1 else learned[0]
         assert same(students[OWN], last[OWN])
         for index, architecture in enumerate((SHUFFLE, MOBILE, SHUFFLE)):
-            named, given = grid.given[number, index]
+            named, state = grid.given[number, index]
             assert named == architecture
-            assert same(given, last[architecture])
-    made = load_file(home / "runs" / "job" / "models" / "feddf.safetensors")
-    assert same(made, learned[1][OWN])
+            assert same(state, last[architecture])
+    model = load_file(home / "runs" / "job" / "models" / "feddf.safetensors")
+    assert same(model, learned[1][OWN])
     tested = metrics(home)["accuracy"]["feddf"]
     assert set(tested) == {"client-0", "client-1", "client-2", "average"}
 
 
 def test_the_global_model_may_be_the_clients_own(tiny_kit: Path) -> None:
-    """It is then trained as theirs, not as `global-model` says."""
-    about = {"classifier__small_stem": True, "global_model__small_stem": False}
-    two = {"method": "feddf", "classifier__architecture": TWO, **about}
+    """The model then trains like theirs, not as `global-model` says."""
+    stems = {"classifier__small_stem": True, "global_model__small_stem": False}
+    two = {"method": "feddf", "classifier__architecture": TWO, **stems}
     config = parse_run_config(quick(**two, global_model__architecture=MOBILE))
     assert final_model(config) == replace(config.classifier, architecture=MOBILE)
     assert [settings.architecture for _, settings in initial_models(config)] == [SHUFFLE, MOBILE]
-    other = parse_run_config(quick(**two, global_model__architecture="vgg16"))
-    assert final_model(other) == other.global_model
-    assert [key for key, _ in initial_models(other)] == [
+    vgg_config = parse_run_config(quick(**two, global_model__architecture="vgg16"))
+    assert final_model(vgg_config) == vgg_config.global_model
+    assert [key for key, _ in initial_models(vgg_config)] == [
         "classifier.init",
         "classifier.init",
         "global-model.init",
@@ -410,20 +410,20 @@ def reply_of(node: int, architecture: str, record: ArrayRecord, shift: float) ->
         for name, value in record.items()
     }
     figures = MetricRecord({"num-examples": 30, "clients": 1})
-    about = ConfigRecord({"architecture": architecture})
-    content = RecordDict({"arrays": ArrayRecord(moved), "metrics": figures, "model": about})
+    model_config = ConfigRecord({"architecture": architecture})
+    content = RecordDict({"arrays": ArrayRecord(moved), "metrics": figures, "model": model_config})
     return Message(content, dst_node_id=node, message_type="train")
 
 
 def test_an_architecture_that_sent_nothing_goes_on_from_its_last_model(
     tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It learns from the others all the same; an architecture's clients share one message."""
+    """The architecture learns from the others nevertheless; its clients share one message."""
     strategy, grid = strategy_of(mixed(tiny_kit), tiny_kit)
-    begun: list[dict[str, State]] = []
+    initial_states: list[dict[str, State]] = []
 
     def distil(students, teachers, proxy, job, number) -> None:  # type: ignore[no-untyped-def]
-        begun.append({architecture_of(s.state_dict()): copy_of(s) for s in students})
+        initial_states.append({architecture_of(s.state_dict()): copy_of(s) for s in students})
         assert len(teachers) == 1
 
     monkeypatch.setattr(feddf, "distill", distil)
@@ -433,17 +433,18 @@ def test_an_architecture_that_sent_nothing_goes_on_from_its_last_model(
         m.metadata.dst_node_id: m
         for m in strategy.configure_train(1, arrays, ConfigRecord(), grid)  # type: ignore[arg-type]
     }
-    given = {node: m.content.array_records["arrays"] for node, m in messages.items()}
-    assert given[7] is given[9]
-    assert architecture_of(given[8].to_torch_state_dict()) == MOBILE
-    strategy.aggregate_train(1, [reply_of(8, MOBILE, given[8], shift=0.5)])
-    assert same(begun[0][SHUFFLE], given[7].to_torch_state_dict())
-    assert same(begun[0][OWN], initial)
-    moved = begun[0][MOBILE]["features.0.0.weight"]
-    sent = given[8].to_torch_state_dict()["features.0.0.weight"]
+    records = {node: m.content.array_records["arrays"] for node, m in messages.items()}
+    assert records[7] is records[9]
+    assert architecture_of(records[8].to_torch_state_dict()) == MOBILE
+    strategy.aggregate_train(1, [reply_of(8, MOBILE, records[8], shift=0.5)])
+    assert same(initial_states[0][SHUFFLE], records[7].to_torch_state_dict())
+    assert same(initial_states[0][OWN], initial)
+    moved = initial_states[0][MOBILE]["features.0.0.weight"]
+    sent = records[8].to_torch_state_dict()["features.0.0.weight"]
     assert torch.allclose(moved, sent + 0.5)
 
 
+@pytest.mark.slow
 def test_another_architectures_model_is_refused_by_name(home: Path, tiny_kit: Path) -> None:
     """Client 1, who joined with one architecture, sends the other's; it counts for nobody."""
     config = mixed(tiny_kit, rounds__count=1)
@@ -453,8 +454,8 @@ def test_another_architectures_model_is_refused_by_name(home: Path, tiny_kit: Pa
         if kind == "train":
             sent[index] = reply.content.array_records["model"]
             if index == 1:
-                other = new_classifier(final_model(parse_run_config(config)), 10, str(tiny_kit), 0)
-                reply.content["model"] = pack_state(other.state_dict())
+                model = new_classifier(final_model(parse_run_config(config)), 10, str(tiny_kit), 0)
+                reply.content["model"] = pack_state(model.state_dict())
         return reply
 
     with pytest.raises(RoundError) as caught:
@@ -463,7 +464,7 @@ def test_another_architectures_model_is_refused_by_name(home: Path, tiny_kit: Pa
     assert "client-0:" not in str(caught.value)
 
 
-def test_who_joins_with_another_architecture_than_the_runs_is_refused(
+def test_a_client_with_another_architecture_than_the_runs_is_refused(
     home: Path, tiny_kit: Path
 ) -> None:
     def tamper(index: int, kind: str, reply: Message) -> Message:
@@ -483,7 +484,7 @@ def test_a_client_whose_architecture_changed_says_so(tmp_path: Path) -> None:
         train_round(RecordDict({"config": request}), job, tmp_path)  # type: ignore[arg-type]
 
 
-def test_every_initial_model_is_looked_for_before_the_clients_work(tiny_kit: Path) -> None:
+def test_every_initial_model_is_checked_before_the_clients_work(tiny_kit: Path) -> None:
     for key in ("classifier", "global-model"):
         config = mixed(tiny_kit) | {f"{key}.init": "/nowhere/weights"}
         with pytest.raises(ConfigError, match=f"{key}.init = '/nowhere/weights': no such file"):

@@ -1,4 +1,4 @@
-"""What each client gives the global model: which images test, who learns what, and the figures."""
+"""Client contributions: test images, training images, and the figures."""
 
 import json
 import re
@@ -44,7 +44,7 @@ def numbered(owners: str, labels: str) -> SyntheticSet:
 @pytest.fixture
 def job(tmp_path: Path) -> ServerJob:
     """With a folder of its own."""
-    asked = {"influence": True, "num_clients": 3, "synthesis__images_per_class": 3}
+    asked = {"client_contribution": True, "num_clients": 3, "synthesis__images_per_class": 3}
     config = parse_run_config(quick(method="feddeo", **asked))
     return ServerJob(config, RunFolder(tmp_path), Status(tmp_path), CLIENTS)
 
@@ -53,7 +53,7 @@ def job(tmp_path: Path) -> ServerJob:
 
 
 def test_the_last_fifth_of_each_clients_class_tests() -> None:
-    """Of eleven images two, of four one; of a public domain's none."""
+    """Two of eleven images, one of four, and none of a public domain's."""
     owners = "a" * 11 + "b" * 4 + "a" * 4 + "p" * 5
     images = numbered(owners, "0" * 15 + "1" * 4 + "0" * 5)
     assert held_out_rows(images, CLIENTS) == [9, 10, 14, 18]
@@ -80,7 +80,9 @@ class Reads(nn.Module):
 
 @pytest.fixture
 def learned(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """Of each model the numbers of the images that it learned; it says of each test its parity."""
+    """The numbers of the images that each model trained on; it predicts each test image's
+    parity.
+    """
     numbers: list[list[int]] = []
 
     def trained(job: Any, pixels: torch.Tensor, labels: torch.Tensor, progress: Any) -> nn.Module:
@@ -95,7 +97,7 @@ def learned(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     return numbers
 
 
-def test_nobody_is_tested_on_what_it_learned_or_learns_from_who_is_left_out(
+def test_no_model_is_tested_on_its_training_images_or_trains_on_the_left_out_client(
     job: ServerJob, learned: list[list[int]]
 ) -> None:
     images = numbered(OWNERS, LABELS)
@@ -108,7 +110,7 @@ def test_nobody_is_tested_on_what_it_learned_or_learns_from_who_is_left_out(
     ]
     # 2 is even and of class 0, 5 odd and of class 0, 8 even and of class 1, 11 odd and of class 1
     assert list(hits) == [ALL_CLIENTS, *CLIENTS]
-    assert all(found.tolist() == [True, False, False, True] for found in hits.values())
+    assert all(model_hits.tolist() == [True, False, False, True] for model_hits in hits.values())
     # Half of the third of three trainings
     assert (job.status.state["done"], job.status.state["total"]) == (5, 6)
 
@@ -116,20 +118,20 @@ def test_nobody_is_tested_on_what_it_learned_or_learns_from_who_is_left_out(
 def test_a_server_that_goes_on_trains_what_lacks(job: ServerJob, learned: list[list[int]]) -> None:
     images = numbered(OWNERS, LABELS)
     first = leave_one_out_hits(job, CLIENTS, images, TESTED)
-    file = job.folder.path / "influence" / "done.json"
-    kept = json.loads(file.read_text())
+    file = job.folder.path / "contribution" / "done.json"
+    record = json.loads(file.read_text())
     learned.clear()
     again = leave_one_out_hits(job, CLIENTS, images, TESTED)
     assert learned == []
     assert again.keys() == first.keys()
-    assert all(torch.equal(again[left], first[left]) for left in first)
-    del kept["hits"]["b"]
-    file.write_text(json.dumps(kept))
+    assert all(torch.equal(again[client], first[client]) for client in first)
+    del record["hits"]["b"]
+    file.write_text(json.dumps(record))
     leave_one_out_hits(job, CLIENTS, images, TESTED)
     assert [sorted({OWNERS[row] for row in rows}) for rows in learned] == [["a", "c"]]
 
 
-def test_what_was_tested_is_kept_at_once(
+def test_a_test_is_stored_at_once(
     job: ServerJob, learned: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server ends in the third training; two are there, and the third alone is done again."""
@@ -175,7 +177,7 @@ def test_other_images_of_the_same_owners_are_learned_anew(
         (OWNERS, LABELS, [None] * 4),
     ],
 )
-def test_of_other_images_and_of_what_is_damaged_all_is_done_again(
+def test_other_images_and_corrupt_files_repeat_all_trainings(
     owners: str,
     labels: str,
     damage: Any,
@@ -184,7 +186,7 @@ def test_of_other_images_and_of_what_is_damaged_all_is_done_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     leave_one_out_hits(job, CLIENTS, numbered(OWNERS, LABELS), TESTED)
-    file = job.folder.path / "influence" / "done.json"
+    file = job.folder.path / "contribution" / "done.json"
     if isinstance(damage, str):
         file.write_text(damage)
     elif damage is not None:
@@ -207,61 +209,69 @@ def test_figures_by_hand() -> None:
     both see none: 0. So a gives the others -25.
     """
     owners = "aaaabbc"
-    seen = {
+    hit_rows = {
         ALL_CLIENTS: (1, 1, 1, 0, 1, 0, 0),
         "a": (0, 0, 1, 0, 1, 1, 0),
         "b": (1, 1, 1, 1, 0, 0, 1),
         "c": (1, 1, 1, 0, 1, 0, 0),
     }
-    hits = {left: torch.tensor(row, dtype=torch.bool) for left, row in seen.items()}
-    found = contributions_from_hits(hits, owners, [0] * 7)
-    assert list(found) == ["a", "b", "c"]
-    assert (found["a"].seen, found["b"].seen, found["c"].seen) == (25.0, 0.0, 0.0)
-    assert found["a"].own.points == 50.0
-    assert found["a"].others.points == -25.0
+    hits = {client: torch.tensor(row, dtype=torch.bool) for client, row in hit_rows.items()}
+    contributions = contributions_from_hits(hits, owners, [0] * 7)
+    assert list(contributions) == ["a", "b", "c"]
+    assert (contributions["a"].seen, contributions["b"].seen, contributions["c"].seen) == (
+        25.0,
+        0.0,
+        0.0,
+    )
+    assert contributions["a"].own.points == 50.0
+    assert contributions["a"].others.points == -25.0
     # a: three of four and all four, -25; c: 0 and 1, -100
-    assert found["b"].own.points == 50.0
-    assert found["b"].others.points == pytest.approx((-25 - 100) / 2)
-    assert (found["c"].own.points, found["c"].others.points) == (0.0, 0.0)
-    assert [one.images for one in found.values()] == [3, 5, 6]
+    assert contributions["b"].own.points == 50.0
+    assert contributions["b"].others.points == pytest.approx((-25 - 100) / 2)
+    assert (contributions["c"].own.points, contributions["c"].others.points) == (0.0, 0.0)
+    assert [contribution.images for contribution in contributions.values()] == [3, 5, 6]
     # 95 % for two intervals of each of three clients together: 0.05 / 6 of both sides
     deviations = NormalDist().inv_cdf(1 - 0.05 / 12)
     # a's differences are 1, 1, 0, 0, and half an answer more in each cell: 3 of 6 differ, by 2 / 6
     # on average
     of_a = (3 / 6 - (2 / 6) ** 2) / 6
-    assert found["a"].own.half == pytest.approx(100 * deviations * of_a**0.5)
+    assert contributions["a"].own.half == pytest.approx(100 * deviations * of_a**0.5)
     # b's are 0 and -1: 2 of 4, by -1 / 4. c's one is 0: 1 of 3, by 0
     of_b = (2 / 4 - (1 / 4) ** 2) / 4
     of_c = (1 / 3) / 3
     half = 100 * deviations * (of_b + of_c) ** 0.5 / 2
-    assert found["a"].others.half == pytest.approx(half)
+    assert contributions["a"].others.half == pytest.approx(half)
 
 
 @pytest.mark.parametrize(("each", "harms"), [(1, False), (9, False), (10, True)])
-def test_few_images_accuse_nobody(each: int, harms: bool) -> None:
-    """Each of three clients has so many. Without a all of the others' are seen, else none."""
+def test_few_images_flag_no_client(each: int, harms: bool) -> None:
+    """Each of three clients has `each` images; those of the others are correct without a only."""
     owners = "a" * each + "b" * each + "c" * each
     none = torch.zeros(3 * each, dtype=torch.bool)
-    found = contributions_from_hits(
+    contributions = contributions_from_hits(
         {ALL_CLIENTS: none, "a": ~none, "b": none, "c": none}, owners, [0] * 3 * each
     )
-    assert found["a"].others.points == -100.0
-    assert [one.harms for one in found.values()] == [harms, False, False]
+    assert contributions["a"].others.points == -100.0
+    assert [contribution.harms for contribution in contributions.values()] == [harms, False, False]
 
 
-def test_a_class_that_nobody_else_holds_is_not_asked_of_the_others() -> None:
-    """a's second image is of class 1, which c has, and its first of class 0, which nobody has."""
-    seen = dict.fromkeys((ALL_CLIENTS, *"abc"), (0, 1, 0, 1))
-    hits = {left: torch.tensor(row, dtype=torch.bool) for left, row in seen.items()}
-    found = contributions_from_hits(hits, "aabc", [0, 1, 2, 1])
-    assert (found["a"].seen, found["b"].seen, found["c"].seen) == (100.0, None, 100.0)
+def test_a_class_without_other_holders_is_not_tested_on_the_others() -> None:
+    """a's second image is of class 1, which c has, and its first of class 0, which no other has."""
+    hit_rows = dict.fromkeys((ALL_CLIENTS, *"abc"), (0, 1, 0, 1))
+    hits = {client: torch.tensor(row, dtype=torch.bool) for client, row in hit_rows.items()}
+    contributions = contributions_from_hits(hits, "aabc", [0, 1, 2, 1])
+    assert (contributions["a"].seen, contributions["b"].seen, contributions["c"].seen) == (
+        100.0,
+        None,
+        100.0,
+    )
 
 
 THREE = ("a", "b", "c")
 
 
 def gains(monkeypatch: pytest.MonkeyPatch, harm: int) -> None:
-    """Without a, so many more of b's ten test images are seen; c's are seen by all."""
+    """Without a, more of b's ten test images are correct; c's are correct for all models."""
     hits = {
         ALL_CLIENTS: torch.tensor([True] * 10 + [False] * 10 + [True] * 10),
         "a": torch.tensor([True] * (10 + harm) + [False] * (10 - harm) + [True] * 10),
@@ -276,31 +286,33 @@ def payloads_of(clients: Sequence[str]) -> dict[str, Domain]:
 
 
 @pytest.mark.parametrize(("harm", "warned"), [(0, False), (2, False), (10, True)])
-def test_who_harms_the_others_beyond_chance_is_named(
+def test_a_client_that_harms_the_others_beyond_chance_is_named(
     harm: int, warned: bool, job: ServerJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two others one gains so many tenths, and the other nothing: half of that."""
+    """One of two others gains some tenths, and the other nothing: half of that."""
     gains(monkeypatch, harm)
     images = numbered("a" * 50 + "b" * 50 + "c" * 50, "0" * 150)
     report_contributions(job, payloads_of(THREE), images)
-    said = job.status.state.get("warnings", [])
-    assert len(said) == int(warned)
+    warnings = job.status.state.get("warnings", [])
+    assert len(warnings) == int(warned)
     if warned:
-        assert f"without a the model is {5 * harm:.1f} points more accurate on images" in said[0]
-    stored = json.loads((job.folder.path / "influence" / "clients.json").read_text())
+        assert (
+            f"without a the model is {5 * harm:.1f} points more accurate on images" in warnings[0]
+        )
+    stored = json.loads((job.folder.path / "contribution" / "clients.json").read_text())
     assert stored["a"]["others"]["points"] == pytest.approx(-5 * harm)
     assert (stored["b"]["seen"], stored["b"]["own"]["points"]) == (0.0, 0.0)
     assert stored["c"]["seen"] == 100.0
 
 
-def test_of_two_clients_nobody_is_measured(job: ServerJob, learned: list[list[int]]) -> None:
+def test_two_clients_have_no_contributions(job: ServerJob, learned: list[list[int]]) -> None:
     """The others were left out since, or sent nothing; a table of more is taken away."""
     job.folder.store_contributions({"c": {}})
     report_contributions(job, payloads_of("abz"), numbered("aaabbbppp", "000000000"))
     assert learned == []
     (warning,) = job.status.state["warnings"]
-    assert warning == "influence: requires images of at least 3 clients; the run has 2"
-    assert json.loads((job.folder.path / "influence" / "clients.json").read_text()) == {}
+    assert warning == "client-contribution: requires images of at least 3 clients; the run has 2"
+    assert json.loads((job.folder.path / "contribution" / "clients.json").read_text()) == {}
 
 
 def test_a_training_that_fails_costs_the_table_alone(
@@ -312,8 +324,10 @@ def test_a_training_that_fails_costs_the_table_alone(
     monkeypatch.setattr(contribution, "train_model", diverged)
     report_contributions(job, payloads_of(THREE), numbered("aaabbbccc", "0" * 9))
     (warning,) = job.status.state["warnings"]
-    assert warning == "influence: a training without a client failed: the loss is not finite"
-    assert json.loads((job.folder.path / "influence" / "clients.json").read_text()) == {}
+    assert (
+        warning == "client-contribution: a training without a client failed: the loss is not finite"
+    )
+    assert json.loads((job.folder.path / "contribution" / "clients.json").read_text()) == {}
 
 
 def test_it_is_not_done_unasked(tmp_path: Path, learned: list[list[int]]) -> None:
@@ -321,19 +335,19 @@ def test_it_is_not_done_unasked(tmp_path: Path, learned: list[list[int]]) -> Non
     job = ServerJob(config, RunFolder(tmp_path), Status(tmp_path), THREE)
     report_contributions(job, payloads_of(THREE), numbered("abc", "000"))
     assert learned == []
-    assert not (tmp_path / "influence").exists()
+    assert not (tmp_path / "contribution").exists()
 
 
 # ---- Real models ----
 
 
-def coloured(clients: str, liar: str) -> SyntheticSet:
+def colored(clients: str, malicious: str) -> SyntheticSet:
     """Reddish images of class 0 and bluish ones of class 1, ten each; one client swaps them."""
     generator = torch.Generator().manual_seed(0)
     parts, labels, owners = [], [], []
     for client in clients:
         for label in (0, 1):
-            shown = 1 - label if client == liar else label
+            shown = 1 - label if client == malicious else label
             images = torch.randint(0, 40, (10, 3, 32, 32), generator=generator)
             images[:, 2 * shown] += 200
             parts.append(images.to(torch.uint8))
@@ -342,14 +356,17 @@ def coloured(clients: str, liar: str) -> SyntheticSet:
     return SyntheticSet(torch.cat(parts), torch.tensor(labels), tuple(owners))
 
 
-@pytest.mark.parametrize("liar", ["b", ""])
-def test_models_point_at_who_swaps_its_classes(liar: str, tmp_path: Path) -> None:
-    """A quarter of what the others' models learn is the liar's, so these may be in two minds."""
+@pytest.mark.slow
+@pytest.mark.parametrize("malicious", ["b", ""])
+def test_models_recognize_few_images_of_a_label_flipping_client(
+    malicious: str, tmp_path: Path
+) -> None:
+    """A quarter of the others' training images is the malicious client's: models may be unsure."""
     clients = "abcde"
     settings: dict[str, Any] = {
         "method": "feddeo",
         "num_clients": 5,
-        "influence": True,
+        "client_contribution": True,
         "synthesis__images_per_class": 10,
         "global_model__trained": "head",
         "global_model__lr": 0.1,
@@ -358,17 +375,17 @@ def test_models_point_at_who_swaps_its_classes(liar: str, tmp_path: Path) -> Non
     }
     config = parse_run_config(quick(**settings))
     job = ServerJob(config, RunFolder(tmp_path), Status(tmp_path), tuple(clients))
-    report_contributions(job, payloads_of(clients), coloured(clients, liar))
-    found = json.loads((tmp_path / "influence" / "clients.json").read_text())
-    seen = {client: about["seen"] for client, about in found.items()}
-    given = {client: about["others"]["points"] for client, about in found.items()}
-    if not liar:
-        assert seen == dict.fromkeys(clients, 100.0)
-        assert given == dict.fromkeys(clients, 0.0)
+    report_contributions(job, payloads_of(clients), colored(clients, malicious))
+    contributions = json.loads((tmp_path / "contribution" / "clients.json").read_text())
+    accuracies = {client: record["seen"] for client, record in contributions.items()}
+    points = {client: record["others"]["points"] for client, record in contributions.items()}
+    if not malicious:
+        assert accuracies == dict.fromkeys(clients, 100.0)
+        assert points == dict.fromkeys(clients, 0.0)
     else:
-        assert seen.pop(liar) == 0
-        assert min(seen.values()) >= 50
-        assert given.pop(liar) < min(0, *given.values())
+        assert accuracies.pop(malicious) == 0
+        assert min(accuracies.values()) >= 50
+        assert points.pop(malicious) < min(0, *points.values())
 
 
 # ---- A whole run ----
@@ -387,27 +404,27 @@ def test_a_finished_run_that_is_called_again_adds_the_table(home: Path, tiny_kit
     start(quick(**asked))
     folder = home / "runs" / "job"
     before = metrics(home)
-    assert before["influence"] == {}
+    assert before["contributions"] == {}
     assert "Client contributions" not in (folder / "report.html").read_text()
     model = (folder / "models" / "FT.safetensors").stat().st_mtime_ns
-    start(quick(**asked, influence=True))
+    start(quick(**asked, client_contribution=True))
     after = metrics(home)
-    assert set(after["influence"]) == {"client-0", "client-1", "client-2"}
+    assert set(after["contributions"]) == {"client-0", "client-1", "client-2"}
     page = (folder / "report.html").read_text()
     assert "Client contributions" in page
     table = page[page.index("Client contributions") :]
-    for client, about in after["influence"].items():
+    for client, record in after["contributions"].items():
         row = table[table.index(f"<td>{client}</td>") :]
         row = row[: row.index("</tr>")]
-        gains = [f"{about[key]['points']:+.1f} ± {about[key]['half']:.1f}" for key in KINDS]
+        gains = [f"{record[key]['points']:+.1f} ± {record[key]['half']:.1f}" for key in KINDS]
         assert re.findall(r"[+-][\d.]+ ± [\d.]+", row) == gains
-        assert f"{about['seen']:.1f}" in row
+        assert f"{record['seen']:.1f}" in row
     assert after["accuracy"] == before["accuracy"]
-    assert "influence/clients.json" in (folder / CHECKSUMS).read_text()
+    assert "contribution/clients.json" in (folder / CHECKSUMS).read_text()
     assert (folder / "models" / "FT.safetensors").stat().st_mtime_ns == model
     # And a run that does not ask does not show what may be of other images
     start(quick(**asked))
-    assert metrics(home)["influence"] == {}
+    assert metrics(home)["contributions"] == {}
 
 
 @pytest.mark.parametrize(
@@ -418,7 +435,7 @@ def test_a_finished_run_that_is_called_again_adds_the_table(home: Path, tiny_kit
         ({"method": "feddeo", "num_clients": 21}, "requires 3 to 20 clients, but there are 21"),
         ({"method": "feddeo", "num_clients": 2}, "requires 3 to 20 clients, but there are 2"),
         (
-            {"method": "feddeo", "num_clients": 3, "left_out": "client-0"},
+            {"method": "feddeo", "num_clients": 3, "held_out": "client-0"},
             "requires 3 to 20 clients, but there are 2",
         ),
         (
@@ -427,11 +444,14 @@ def test_a_finished_run_that_is_called_again_adds_the_table(home: Path, tiny_kit
         ),
     ],
 )
-def test_what_cannot_be_asked_is_said(settings: dict[str, Any], problem: str) -> None:
+def test_impossible_contributions_are_refused(settings: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
-        parse_run_config(quick(**{"synthesis__images_per_class": 3, **settings, "influence": True}))
+        parse_run_config(
+            quick(**{"synthesis__images_per_class": 3, **settings, "client_contribution": True})
+        )
 
 
+@pytest.mark.slow
 def test_a_dry_run_says_that_it_trains_more(
     home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -440,11 +460,13 @@ def test_a_dry_run_says_that_it_trains_more(
     monkeypatch.chdir(home)
 
     def said(**more: Any) -> str:
-        asked = {"num_clients": 4, "left_out": "client-3", "synthesis__images_per_class": 3}
+        asked = {"num_clients": 4, "held_out": "client-3", "synthesis__images_per_class": 3}
         settings = quick_arguments(tiny_kit, method="feddeo", **asked, **more)
         result = CliRunner().invoke(cli, ["run", "--dry-run", *settings])
         assert result.exit_code == 0, result.output
         return result.output
 
-    assert "trains the global model 4 more times (influence)" in said(influence=True)
-    assert "influence" not in said()
+    assert "trains the global model 4 more times (client-contribution)" in said(
+        client_contribution=True
+    )
+    assert "client-contribution" not in said()

@@ -10,12 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from flwr.app import ConfigRecord, Message, MetricRecord
+from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 from safetensors.torch import load_file
 
 from client_app.declared import declared_images
 from osfl.config import ConfigError, NodeConfig, parse_run_config
 from osfl.data.load import image_labels
+from osfl.methods.fedcgs import FedCGSConfig
 from osfl.payload import wire
 from osfl.payload.kinds import FeatureMixtures, FeatureStatistics
 from osfl.payload.messages import pack_payload, unpack_bytes, unpack_state
@@ -34,10 +35,12 @@ from server_app.expected import check_plausible, check_stated_counts, expected_p
 from server_app.federation.exchange import RoundError
 from server_app.methods.fedcgs import check_statistics, closed_form_head, weight_statistics
 from server_app.methods.fedpft import sample_features
-from tests.helpers.class_statistics import CLASSES, drawn
+from tests.helpers.class_statistics import CLASSES, drawn, triangle_of
 from tests.helpers.class_statistics import statistics as statistics_of
 from tests.helpers.settings import quick
 from tests.helpers.whole_runs import metrics, start
+
+SETTINGS = FedCGSConfig("total", 0.1, 0)
 
 BILLION = 10**9
 
@@ -89,12 +92,12 @@ def test_the_median_of_the_others_leaves_out_the_clients_own() -> None:
     draw = np.random.default_rng(0)
     for count in (2, 3, 4, 5, 9):
         values = {f"c{k}": float(value) for k, value in enumerate(draw.integers(1, 9, count))}
-        for client, found in medians_of_others(values).items():
-            others = [value for name, value in values.items() if name != client]
-            assert found == statistics.median(others)
+        for client, median in medians_of_others(values).items():
+            peer_values = [value for name, value in values.items() if name != client]
+            assert median == statistics.median(peer_values)
 
 
-def test_of_two_clients_the_larger_counts_ten_times_as_much_as_the_smaller() -> None:
+def test_the_larger_of_two_clients_counts_ten_times_the_smaller() -> None:
     assert find_caps({"a": {ALL: 30}, "b": {ALL: 300}}, 10) == {}
     caps = find_caps({"a": {ALL: 30}, "b": {ALL: 301}}, 10)
     assert list(caps) == ["b"]
@@ -104,18 +107,18 @@ def test_of_two_clients_the_larger_counts_ten_times_as_much_as_the_smaller() -> 
     assert find_caps({}, 10) == {}
 
 
-def test_of_three_the_median_is_that_of_the_two_others() -> None:
+def test_the_median_of_three_clients_is_that_of_the_two_others() -> None:
     """c: others 20 and 40, median 30, at most 300; a mean with its own count would not cap it."""
     (cap,) = find_caps({"a": {ALL: 20}, "b": {ALL: 40}, "c": {ALL: 900}}, 10).values()
     assert (cap.client, cap.stated, cap.median) == ("c", 900, 30)
     assert cap.weights == {ALL: pytest.approx(1 / 3)}
-    # Four: two that lie do not lift each other's cap; the others' mean would be 333 million
-    lie = find_caps({"a": {ALL: 20}, "b": {ALL: 40}, "c": {ALL: BILLION}, "d": {ALL: BILLION}}, 10)
-    assert {client: cap.counted for client, cap in lie.items()} == {"c": 400, "d": 400}
+    # Of four, two malicious ones do not lift each other's cap; a mean would be 333 million
+    caps = find_caps({"a": {ALL: 20}, "b": {ALL: 40}, "c": {ALL: BILLION}, "d": {ALL: BILLION}}, 10)
+    assert {client: cap.counted for client, cap in caps.items()} == {"c": 400, "d": 400}
 
 
 def test_one_class_is_capped_by_its_holders_or_the_largest_classes() -> None:
-    """Of class x: the others that hold it have 2 and 4; the others' largest classes have 50."""
+    """Class x: the others that hold it have 2 and 4; the others' largest classes have 50."""
     honest = {"a": {"x": 2, "y": 50}, "b": {"x": 4, "z": 50}, "c": {"y": 50}}
     many = honest | {"d": {"x": 500, "y": 1}}
     assert find_caps(many, 10) == {}
@@ -138,9 +141,9 @@ def test_one_class_is_capped_by_its_holders_or_the_largest_classes() -> None:
 
 def test_many_classes_are_capped_by_all_images() -> None:
     """Ten in each of 100 classes is 1,000 images, where the others have 20 of one class."""
-    others = {client: {"x": 20} for client in "abc"}
+    peers = {client: {"x": 20} for client in "abc"}
     wide = {f"class-{number}": 10 for number in range(100)}
-    (cap,) = find_caps(others | {"d": wide}, 10).values()
+    (cap,) = find_caps(peers | {"d": wide}, 10).values()
     assert (cap.label, cap.stated, cap.counted) == (ALL, 1000, pytest.approx(200))
     assert set(cap.weights.values()) == {0.2}
 
@@ -160,9 +163,11 @@ def test_no_honest_partition_of_the_tables_is_capped(
     partition: str, clients: int, alpha: float
 ) -> None:
     """Per class the counts differ by up to 60 times from the median of the class's holders."""
-    own = {"data.partition": partition, "num-clients": clients, "data.alpha": alpha}
+    settings = {"data.partition": partition, "num-clients": clients, "data.alpha": alpha}
     for seed in range(5):
-        config = parse_run_config({**default_config(), **own, "seed": seed, "method": "fedcgs"})
+        config = parse_run_config(
+            {**default_config(), **settings, "seed": seed, "method": "fedcgs"}
+        )
         stated = {}
         for number in range(clients):
             node = NodeConfig(partition_id=number, num_partitions=clients)
@@ -178,35 +183,36 @@ def test_fedcgs_of_a_capped_client_is_that_of_fewer_images() -> None:
     """Features that are there 1,000 times, capped, are there as often as the cap allows."""
     features, labels = drawn()
     rows = [np.arange(start, 400, 2) for start in (0, 1)]
-    small, held = statistics_of(features[rows[0]], labels[rows[0]])
-    other, _ = statistics_of(features[rows[1]], labels[rows[1]])
-    both = {"a": small, "b": repeated(other, 1000)}
+    small, classes = statistics_of(features[rows[0]], labels[rows[0]])
+    peer, _ = statistics_of(features[rows[1]], labels[rows[1]])
+    both = {"a": small, "b": repeated(peer, 1000)}
     weights = class_weights(both, 10)
     # By hand: of each class ten times the larger of a's count and of a's largest; then ten of all
     mine = small.counts.tolist()
-    left = [min(1000 * n, 10 * max(mine)) for n in other.counts.tolist()]
-    of_all = min(1, 10 * sum(mine) / sum(left))
-    wanted = [
-        of_all * count / (1000 * n) for count, n in zip(left, other.counts.tolist(), strict=True)
+    capped_counts = [min(1000 * n, 10 * max(mine)) for n in peer.counts.tolist()]
+    of_all = min(1, 10 * sum(mine) / sum(capped_counts))
+    expected = [
+        of_all * count / (1000 * n)
+        for count, n in zip(capped_counts, peer.counts.tolist(), strict=True)
     ]
     assert weights["a"] == [1.0, 1.0, 1.0]
-    assert weights["b"] == pytest.approx(wanted)
+    assert weights["b"] == pytest.approx(expected)
     counts, sums, moments = (part.numpy() for part in weight_statistics(both["b"], weights["b"]))
-    np.testing.assert_allclose(counts, of_all * np.array(left), rtol=1e-6)
-    means = other.sums.double().numpy() / other.counts.numpy()[:, None]
+    np.testing.assert_allclose(counts, of_all * np.array(capped_counts), rtol=1e-6)
+    means = peer.sums.double().numpy() / peer.counts.numpy()[:, None]
     np.testing.assert_allclose(sums / counts[:, None], means, rtol=1e-5)
     # The features' own covariance within the classes, by NumPy
-    own = labels[rows[1]]
-    apart = features[rows[1]] - means[np.searchsorted(held, own)]
+    peer_labels = labels[rows[1]]
+    apart = features[rows[1]] - means[np.searchsorted(classes, peer_labels)]
     within = (moments - (counts[:, None] * means).T @ means) / counts.sum()
-    np.testing.assert_allclose(within, apart.T @ apart / len(own), rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(within, apart.T @ apart / len(peer_labels), rtol=1e-3, atol=1e-4)
     # All classes alike by half are all numbers by half
-    halves = weight_statistics(other, [0.5] * 3)
-    for found, whole in zip(halves, (other.counts, other.sums, other.moments), strict=True):
-        torch.testing.assert_close(found, whole.double() / 2)
-    held_of = {"a": held, "b": held}
-    capped = closed_form_head(both, held_of, CLASSES, 0.1, weights)
-    assert not torch.allclose(capped[0], closed_form_head(both, held_of, CLASSES, 0.1)[0])
+    halves = weight_statistics(peer, [0.5] * 3)
+    for half, total in zip(halves, (peer.counts, peer.sums, peer.moments), strict=True):
+        torch.testing.assert_close(half, total.double() / 2)
+    held_of = {"a": classes, "b": classes}
+    capped = closed_form_head(both, held_of, CLASSES, SETTINGS, weights)
+    assert not torch.allclose(capped[0], closed_form_head(both, held_of, CLASSES, SETTINGS)[0])
 
 
 def repeated(payload: FeatureStatistics, times: int) -> FeatureStatistics:
@@ -215,33 +221,33 @@ def repeated(payload: FeatureStatistics, times: int) -> FeatureStatistics:
         payload,
         counts=times * payload.counts,
         sums=times * payload.sums,
-        moments=times * payload.moments,
+        triangle=times * payload.triangle,
     )
 
 
 def test_without_a_capped_client_nothing_changes_to_the_bit() -> None:
     features, labels = drawn()
     payloads = {}
-    held = {}
+    classes = {}
     for client, first in (("a", 0), ("b", 1)):
-        own = np.arange(first, 400, 2)
-        payloads[client], held[client] = statistics_of(features[own], labels[own])
+        indices = np.arange(first, 400, 2)
+        payloads[client], classes[client] = statistics_of(features[indices], labels[indices])
     ones = class_weights(payloads, 10)
     assert ones == {"a": [1.0] * 3, "b": [1.0] * 3}
-    for found, expected in zip(
-        closed_form_head(payloads, held, CLASSES, 0.1, ones),
-        closed_form_head(payloads, held, CLASSES, 0.1),
+    for result, expected in zip(
+        closed_form_head(payloads, classes, CLASSES, SETTINGS, ones),
+        closed_form_head(payloads, classes, CLASSES, SETTINGS),
         strict=True,
     ):
-        assert torch.equal(found, expected)
+        assert torch.equal(result, expected)
     both = {"a": mixtures(5, 7), "b": mixtures(3, 2)}
     rows = {"a": [0, 1], "b": [0, 1]}
-    for found, expected in zip(
+    for result, expected in zip(
         sample_features(both, rows, 4, 0, class_weights(both, 10)),
         sample_features(both, rows, 4, 0),
         strict=True,
     ):
-        assert torch.equal(found, expected)
+        assert torch.equal(result, expected)
 
 
 def test_fedpft_counts_a_capped_client_for_as_many_images_as_the_cap() -> None:
@@ -260,14 +266,16 @@ def test_fedpft_counts_a_capped_client_for_as_many_images_as_the_cap() -> None:
 
 
 def test_counts_and_sums_must_be_possible_class_by_class() -> None:
-    """By Cauchy and Schwarz. All classes together could be: the classes' sums cancel."""
+    """Cauchy and Schwarz's inequality. All classes together could be possible: the classes' sums
+    cancel.
+    """
     rows = torch.tensor([[1.0, 0.0], [3.0, 0.0], [-1.0, 0.0], [-3.0, 0.0]])
     sums = torch.stack([rows[:2].sum(dim=0), rows[2:].sum(dim=0)])
-    sound = FeatureStatistics(("a", "b"), torch.tensor([2, 2]), sums, rows.T @ rows)
+    sound = FeatureStatistics(("a", "b"), torch.tensor([2, 2]), sums, triangle_of(rows.T @ rows))
     check_statistics(sound, "c")
     # n sum f^2 >= (sum f)^2: of one image each, 16 + 16 is more than the 20 of B
     few = replace(sound, counts=torch.tensor([1, 1]))
-    with pytest.raises(PayloadError, match="payload of c: moments: .* counts and sums"):
+    with pytest.raises(PayloadError, match="payload of c: triangle: .* counts and sums"):
         check_statistics(few, "c")
     check_statistics(replace(sound, counts=torch.tensor([20, 20])), "c")
 
@@ -279,32 +287,33 @@ def statistics_with(seed: int, times: int = 1, counts: int = 1) -> FeatureStatis
     """Return the payload of 30 images, with its counts multiplied."""
     rows = 2 + torch.randn(30, 4, generator=torch.Generator().manual_seed(seed))
     sums = torch.stack([rows[:10].sum(dim=0), rows[10:].sum(dim=0)])
+    triangle = triangle_of(times * rows.T @ rows)
     return FeatureStatistics(
-        ("cat", "dog"), torch.tensor([10, 20]) * times * counts, times * sums, times * rows.T @ rows
+        ("cat", "dog"), torch.tensor([10, 20]) * times * counts, times * sums, triangle
     )
 
 
 def test_a_count_far_above_the_others_is_named() -> None:
     honest = {f"c{k}": statistics_with(k) for k in range(6)}
     assert payload_warnings(honest, 10) == []
-    more = honest | {"c2": statistics_with(2, times=8)}
-    (outlier,) = find_outliers(more)
+    payloads = honest | {"c2": statistics_with(2, times=8)}
+    (outlier,) = find_outliers(payloads)
     assert str(outlier).startswith("c2: it states 8 times as many images as the others' median")
-    # Eight times as many are within the cap; fewer images than the others' are no lie
-    assert payload_warnings(more, 10) == [str(outlier)]
+    # Eight times as many are within the cap; fewer images than the others' are no outlier
+    assert payload_warnings(payloads, 10) == [str(outlier)]
     assert find_outliers({**honest, **{f"c{k}": statistics_with(k, 8) for k in range(1, 6)}}) == []
 
 
 def test_a_capped_client_is_named_once_with_what_became_of_it() -> None:
     honest = {f"c{k}": statistics_with(k) for k in range(6)}
-    (said,) = payload_warnings(honest | {"c2": statistics_with(2, times=1000)}, 10)
-    assert said == (
+    (warning,) = payload_warnings(honest | {"c2": statistics_with(2, times=1000)}, 10)
+    assert warning == (
         "c2: weight capped, because it states 20,000 images of class 'dog', 1e+03 times the other "
         "clients' median of 20; it counts as 300 of the 30,000 images that it states "
         "(max-weight-ratio = 10)"
     )
-    (said,) = payload_warnings(honest | {"c2": statistics_with(2, times=1000)}, 0)
-    assert said.startswith("c2: it states 1e+03 times as many images as the others' median")
+    (warning,) = payload_warnings(honest | {"c2": statistics_with(2, times=1000)}, 0)
+    assert warning.startswith("c2: it states 1e+03 times as many images as the others' median")
 
 
 def test_sums_are_compared_as_means() -> None:
@@ -312,7 +321,10 @@ def test_sums_are_compared_as_means() -> None:
     honest = {f"c{k}": statistics_with(k) for k in range(5)}
     assert find_outliers(honest | {"c5": statistics_with(5, times=4)}) == []
     # Counts alone make the means small
-    names = {one.tensor for one in find_outliers(honest | {"c5": statistics_with(5, counts=1000)})}
+    names = {
+        outlier.tensor
+        for outlier in find_outliers(honest | {"c5": statistics_with(5, counts=1000)})
+    }
     assert names == {"counts"}
 
 
@@ -336,9 +348,9 @@ def claims(total: int) -> Callable[[int, str, Message], Message | None]:
             payload = wire.decode(blob, expected)
             assert isinstance(payload, FeatureMixtures)
             counts = torch.full_like(payload.counts, total // len(payload.counts))
-            made = wire.encode(replace(payload, counts=counts), "fedpft", "job", "client-1")
+            encoding = wire.encode(replace(payload, counts=counts), "fedpft", "job", "client-1")
             costs = dict(reply.content.metric_records["costs"])
-            for name, record in pack_payload(made, costs).items():  # type: ignore[arg-type]
+            for name, record in pack_payload(encoding, costs).items():  # type: ignore[arg-type]
                 reply.content[name] = record
         return reply
 
@@ -349,10 +361,10 @@ def claims(total: int) -> Callable[[int, str, Message], Message | None]:
 def test_a_run_caps_a_client_and_says_so_in_status_and_report(home: Path, tiny_kit: Path) -> None:
     config = quick(**FEDPFT, kit=str(tiny_kit))
     start(config, tamper=claims(100_000))
-    (said,) = metrics(home)["warnings"]
-    assert said.startswith("client-1: weight capped, because it states ")
+    (warning,) = metrics(home)["warnings"]
+    assert warning.startswith("client-1: weight capped, because it states ")
     folder = home / "runs" / "job"
-    assert json.loads((folder / "status.json").read_text())["warnings"] == [said]
+    assert json.loads((folder / "status.json").read_text())["warnings"] == [warning]
     page = (folder / "report.html").read_text()
     assert "client-1: weight capped, because it states " in page
     assert "max-weight-ratio = 10" in page
@@ -370,10 +382,10 @@ def test_a_run_refuses_a_count_above_its_bound(home: Path, tiny_kit: Path) -> No
 
 @pytest.mark.slow
 def test_a_payload_states_no_more_than_its_client_declared(home: Path, tiny_kit: Path) -> None:
-    lie = claims(100_000)
+    inflate = claims(100_000)
 
     def tamper(index: int, kind: str, reply: Message) -> Message | None:
-        return reply if kind == "query.join" else lie(index, kind, reply)
+        return reply if kind == "query.join" else inflate(index, kind, reply)
 
     with pytest.raises(RoundError, match="client-1: .* that the client declared when it joined"):
         start(quick(**FEDPFT, kit=str(tiny_kit)), tamper=tamper)
@@ -385,11 +397,11 @@ def test_a_payload_states_no_more_than_its_client_declared(home: Path, tiny_kit:
 def test_a_site_declares_its_classes_or_only_how_many_images_it_has() -> None:
     """Rounds tell no class's number, so the join tells none. The digits' domains have 100 each."""
     node = NodeConfig(partition_id=0, num_partitions=6)
-    own = {method: parse_run_config(quick(method=method)) for method in ("fedcgs", "fedavg")}
-    labels = image_labels(own["fedcgs"].data, node, "train", 0)
-    by_class = declared_images(own["fedcgs"], node)
+    configs = {method: parse_run_config(quick(method=method)) for method in ("fedcgs", "fedavg")}
+    labels = image_labels(configs["fedcgs"].data, node, "train", 0)
+    by_class = declared_images(configs["fedcgs"], node)
     assert by_class == [labels.count(label) for label in range(10)]
-    assert declared_images(own["fedavg"], node) == [len(labels)]
+    assert declared_images(configs["fedavg"], node) == [len(labels)]
     # A class that the site leaves out is none
     data = quick(method="fedcgs", data__partition="dirichlet", data__alpha=0.1)
     config = parse_run_config(data)
@@ -445,7 +457,8 @@ def states(
 ) -> Callable[[int, str, Message], Message | None]:
     """Let clients state these image counts in each round, and keep what they send."""
     turns = {
-        index: itertools.chain(own, itertools.repeat(own[-1])) for index, own in images.items()
+        index: itertools.chain(counts, itertools.repeat(counts[-1]))
+        for index, counts in images.items()
     }
 
     def tamper(index: int, kind: str, reply: Message) -> Message | None:
@@ -460,58 +473,67 @@ def states(
     return tamper
 
 
+@pytest.mark.slow
 def test_fedavg_caps_a_model_at_ten_times_the_others_median(home: Path, tiny_kit: Path) -> None:
-    """Of 20, 40 and a million images the last counts for 300: 20, 40, 300 of 360."""
+    """A million images beside 20 and 40 count for 300: 20, 40, 300 of 360."""
     sent: Sent = {}
     config = quick(**ROUNDS, kit=str(tiny_kit))
     start(config, tamper=states({0: [20], 1: [40], 2: [10**6]}, sent))
-    wanted = sum(share * sent[index]["fc.weight"] for index, share in ((0, 20), (1, 40), (2, 300)))
-    made = load_file(home / "runs" / "job" / "models" / "fedavg.safetensors")["fc.weight"]
-    torch.testing.assert_close(made, wanted / 360, rtol=0, atol=1e-6)
-    (said,) = metrics(home)["warnings"]
-    assert said.startswith("round 1: client-2: weight capped, because it states 1,000,000 images, ")
+    expected = sum(
+        share * sent[index]["fc.weight"] for index, share in ((0, 20), (1, 40), (2, 300))
+    )
+    weights = load_file(home / "runs" / "job" / "models" / "fedavg.safetensors")["fc.weight"]
+    torch.testing.assert_close(weights, expected / 360, rtol=0, atol=1e-6)
+    (warning,) = metrics(home)["warnings"]
+    assert warning.startswith(
+        "round 1: client-2: weight capped, because it states 1,000,000 images, "
+    )
     start(
         {**config, "max-weight-ratio": 0.0},
         "off",
         tamper=states({0: [20], 1: [40], 2: [10**6]}, sent),
     )
-    made = load_file(home / "runs" / "off" / "models" / "fedavg.safetensors")["fc.weight"]
-    torch.testing.assert_close(made, sent[2]["fc.weight"], rtol=0, atol=1e-4)
-    (said,) = metrics(home, "off")["warnings"]
-    assert said.startswith("round 1: client-2: it states ")
+    weights = load_file(home / "runs" / "off" / "models" / "fedavg.safetensors")["fc.weight"]
+    torch.testing.assert_close(weights, sent[2]["fc.weight"], rtol=0, atol=1e-4)
+    (warning,) = metrics(home, "off")["warnings"]
+    assert warning.startswith("round 1: client-2: it states ")
 
 
+@pytest.mark.slow
 def test_honest_rounds_are_the_same_with_and_without_the_cap(home: Path, tiny_kit: Path) -> None:
     config = quick(**ROUNDS, kit=str(tiny_kit))
     for job, ratio in (("on", 10.0), ("off", 0.0)):
         start({**config, "max-weight-ratio": ratio}, job)
-    one, other = (
+    state_on, state_off = (
         load_file(home / "runs" / job / "models" / "fedavg.safetensors") for job in ("on", "off")
     )
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert all(torch.equal(state_on[name], state_off[name]) for name in state_on)
     assert metrics(home, "on")["warnings"] == []
 
 
+@pytest.mark.slow
 def test_a_mean_that_no_images_weigh_has_no_cap(home: Path, tiny_kit: Path) -> None:
     """FedDyn's: the count is named all the same."""
     sent: Sent = {}
     config = quick(**{**ROUNDS, "method": "feddyn"}, kit=str(tiny_kit))
     start(config, tamper=states({0: [20], 1: [40], 2: [10**6]}, sent))
-    (said,) = metrics(home)["warnings"]
-    assert "capped" not in said
-    assert said.startswith("round 1: client-2: it states ")
+    (warning,) = metrics(home)["warnings"]
+    assert "capped" not in warning
+    assert warning.startswith("round 1: client-2: it states ")
 
 
+@pytest.mark.slow
 def test_a_round_states_no_more_than_the_bound_or_the_join(home: Path, tiny_kit: Path) -> None:
     config = quick(**ROUNDS, kit=str(tiny_kit))
     many = states({0: [20], 1: [40], 2: [10**6 + 1]}, {})
     with pytest.raises(RoundError, match="client-2: 1,000,001 images are more than max-images"):
         start(config, "bound", tamper=many)
-    more = states({0: [20], 1: [40], 2: [5000]}, {}, declared=True)
+    excess = states({0: [20], 1: [40], 2: [5000]}, {}, declared=True)
     with pytest.raises(RoundError, match="client-2: 5,000 images .* declared when it joined"):
-        start(config, "join", tamper=more)
+        start(config, "join", tamper=excess)
 
 
+@pytest.mark.slow
 def test_a_count_that_changes_between_rounds_is_named(home: Path, tiny_kit: Path) -> None:
     config = quick(**{**ROUNDS, "rounds__count": 3}, kit=str(tiny_kit))
     start(config, tamper=states({0: [20], 1: [40], 2: [30, 60]}, {}))
@@ -522,6 +544,7 @@ def test_a_count_that_changes_between_rounds_is_named(home: Path, tiny_kit: Path
 # ---- The test ----
 
 
+@pytest.mark.slow
 def test_test_images_are_bounded_and_a_client_that_dominates_is_named(
     home: Path, tiny_kit: Path
 ) -> None:
@@ -530,15 +553,15 @@ def test_test_images_are_bounded_and_a_client_that_dominates_is_named(
             if index == 1 and kind == "evaluate":
                 figures = dict(reply.content.metric_records["metrics"])
                 figures["confusion"] = [images] + [0] * 99
-                reply.content["metrics"] = MetricRecord(figures)
+                reply.content = RecordDict({"metrics": MetricRecord(figures)})
             return reply
 
         return tamper
 
     config = quick(method="prompts-only", kit=str(tiny_kit), num_clients=3)
     start(config, tamper=tests_on(10**6))
-    (said,) = metrics(home)["warnings"]
-    assert said.startswith("client-1: states 1,000,000 test images, ")
+    (warning,) = metrics(home)["warnings"]
+    assert warning.startswith("client-1: states 1,000,000 test images, ")
     start(config, "beyond", tamper=tests_on(10**6 + 1))
     assert sorted(metrics(home, "beyond")["accuracy"]["FT"]) == ["average", "client-0", "client-2"]
 

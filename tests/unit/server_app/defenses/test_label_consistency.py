@@ -1,6 +1,4 @@
-"""Whether a client's images show its classes: what the kit is asked, who is doubted, who is left
-out, and what a run says.
-"""
+"""Label consistency: the kit's passes, flagged and excluded clients, and the report."""
 
 import json
 from collections.abc import Callable
@@ -16,17 +14,20 @@ from torch.nn import functional as F
 
 from osfl.config import ConfigError, parse_run_config
 from osfl.kit.kits import find_kit
+from osfl.models import diffusion_classifier
 from osfl.models.diffusion import Kit, load_kit
 from osfl.payload.kinds import Classifier, Descriptions
+from osfl.run_folder.layout import RunFolder
+from osfl.run_folder.status import DROPPED, Status
 from osfl.util.prompts import DIGITS
 from server_app import pipeline
 from server_app.context import ServerJob
-from server_app.defenses import label_consistency
+from server_app.defenses import filters, label_consistency
 from server_app.defenses.label_consistency import (
     Flag,
     Flags,
-    drop_flagged,
     encode_images,
+    filter_images,
     flag_clients,
     score_label_consistency,
     unet_rows,
@@ -53,7 +54,7 @@ def test_errors_are_the_denoisers_at_three_times_of_the_schedule() -> None:
     kit = analytic_kit()
     latents, _ = kit.encode(random_pixels(3).double() / 127.5 - 1)
     prompts = kit.text(["an image of zero", "an image of two"])
-    found = label_consistency.denoising_errors(kit, latents, prompts, chance())
+    errors = diffusion_classifier.denoising_errors(kit, latents, prompts, chance())
     source = chance()
     a = analytic.alphas_cumprod()
     mean, _ = analytic.encode(random_pixels(3).numpy())
@@ -64,7 +65,7 @@ def test_errors_are_the_denoisers_at_three_times_of_the_schedule() -> None:
         for column in range(2):
             e = analytic.eps(z, a[t], analytic.mu(numbers(prompts[column : column + 1])))
             expected[:, column] += ((noise - e) ** 2).mean(axis=(1, 2, 3)) / 3
-    np.testing.assert_allclose(numbers(found), expected, rtol=1e-5)
+    np.testing.assert_allclose(numbers(errors), expected, rtol=1e-5)
     assert np.abs(expected[:, 0] - expected[:, 1]).min() > 1e-4
 
 
@@ -72,9 +73,9 @@ def test_errors_are_the_same_whatever_the_batches(monkeypatch: pytest.MonkeyPatc
     kit = analytic_kit()
     latents = torch.randn(5, *SHAPE, generator=torch.Generator().manual_seed(1)).double()
     prompts = kit.text([f"an image of {name}" for name in CLASSES])
-    together = label_consistency.denoising_errors(kit, latents, prompts, chance())
-    monkeypatch.setattr(label_consistency, "BATCH", 3)
-    parts = label_consistency.denoising_errors(kit, latents, prompts, chance())
+    together = diffusion_classifier.denoising_errors(kit, latents, prompts, chance())
+    monkeypatch.setattr(diffusion_classifier, "BATCH", 3)
+    parts = diffusion_classifier.denoising_errors(kit, latents, prompts, chance())
     torch.testing.assert_close(parts, together)
 
 
@@ -82,8 +83,8 @@ def test_a_batch_that_does_not_fit_into_memory_is_halved(monkeypatch: pytest.Mon
     """This GPU holds one image; where it holds none, that is the end."""
     kit = analytic_kit()
     latents = torch.randn(5, *SHAPE, generator=chance()).double()
-    prompts = kit.text(["an image of zero"])
-    together = label_consistency.denoising_errors(kit, latents, prompts, chance())
+    prompts = kit.text([f"an image of {name}" for name in CLASSES[:3]])
+    together = diffusion_classifier.denoising_errors(kit, latents, prompts, chance())
     eps = Kit.eps
     most = 1
 
@@ -93,11 +94,11 @@ def test_a_batch_that_does_not_fit_into_memory_is_halved(monkeypatch: pytest.Mon
         return eps(kit, z, *more)
 
     monkeypatch.setattr(Kit, "eps", small)
-    halved = label_consistency.denoising_errors(kit, latents, prompts, chance())
+    halved = diffusion_classifier.denoising_errors(kit, latents, prompts, chance())
     torch.testing.assert_close(halved, together)
     most = 0
     with pytest.raises(torch.OutOfMemoryError):
-        label_consistency.denoising_errors(kit, latents, prompts, chance())
+        diffusion_classifier.denoising_errors(kit, latents, prompts, chance())
 
 
 @pytest.mark.parametrize("side", [8, 4, 16])
@@ -119,34 +120,37 @@ def numbered(owners: str, labels: str) -> SyntheticSet:
     return SyntheticSet(pixels.clone(), torch.tensor(list(map(int, labels))), tuple(owners))
 
 
-def job_of(robust: str = "exclude", **more: Any) -> Any:
+def job_of(defense: str = "label-consistency", **more: Any) -> Any:
     """A job that keeps what it says and stores."""
-    kept: dict[str, Any] = {"said": [], "agreements": {}}
+    record: dict[str, Any] = {"said": [], "agreements": {}, "stamps": []}
     status = SimpleNamespace(
-        add_warning=kept["said"].append,
+        add_warning=record["said"].append,
         phase=lambda *_: None,
         advance=lambda *_: None,
+        stamp=lambda *stamp: record["stamps"].append(stamp),
     )
     folder = SimpleNamespace(
         stored_consistency_scores=lambda inputs: {},
-        store_consistency_scores=kept["agreements"].__setitem__,
+        store_consistency_scores=record["agreements"].__setitem__,
     )
     return SimpleNamespace(
+        clients=CLIENTS,
         classes=CLASSES,
         kit="a kit",
         device=torch.device("cpu"),
-        config=parse_run_config(quick(method="feddeo", robust=robust, **more)),
+        config=parse_run_config(quick(method="feddeo", defense=defense, **more)),
         status=status,
         folder=folder,
-        kept=kept,
+        kept=record,
+        mixing=None,
     )
 
 
-PAYLOADS = dict.fromkeys("abc", Descriptions(CLASSES, torch.zeros(4, 12, 8)))
+CLIENTS = ("a", "b", "c")
 
 
 def test_a_share_of_wins_by_hand() -> None:
-    """Of two images against three others: 2 and 0 wins of 6. An equal error is half a win."""
+    """Two images against three others: 2 and 0 wins of 6. An equal error is half a win."""
     errors = torch.tensor([[0.2, 0.1, 0.3, 0.4], [0.9, 0.1, 0.2, 0.3]])
     assert label_consistency.win_rate(errors) == pytest.approx(2 / 6)
     assert label_consistency.win_rate(torch.tensor([[0.1, 0.2, 0.3, 0.1]])) == pytest.approx(
@@ -163,21 +167,21 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     """The numbers of the images and the prompts that the kit is asked for; the first prompt wins
     where an image's number is even.
     """
-    seen: Asked = []
+    requests: Asked = []
 
     def errors(
         kit: Kit, numbers: torch.Tensor, prompts: torch.Tensor, source: torch.Generator
     ) -> torch.Tensor:
-        seen.append((numbers.int().tolist(), prompts))
-        found = torch.ones(len(numbers), len(prompts))
-        found[:, 0] = torch.where(numbers.int() % 2 == 0, 0.5, 1.5)
-        return found
+        requests.append((numbers.int().tolist(), prompts))
+        result = torch.ones(len(numbers), len(prompts))
+        result[:, 0] = torch.where(numbers.int() % 2 == 0, 0.5, 1.5)
+        return result
 
     monkeypatch.setattr(
         label_consistency, "encode_images", lambda kit, pixels: pixels[:, 0, 0, 0].double()
     )
     monkeypatch.setattr(label_consistency, "denoising_errors", errors)
-    return seen
+    return requests
 
 
 def test_each_clients_class_is_asked_for(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,26 +190,26 @@ def test_each_clients_class_is_asked_for(asked: Asked, monkeypatch: pytest.Monke
     monkeypatch.setattr(label_consistency, "load_engine", lambda *_: kit)
     images = numbered("aaabbp", "001330")
     images = replace(images, clients=(*images.clients[:5], "public.oil"))
-    found = score_label_consistency(job_of(), PAYLOADS, images)
-    assert found == {"a": {0: 0.5, 1: 1.0}, "b": {3: 0.5}}
+    scores = score_label_consistency(job_of(), images)
+    assert scores == {"a": {0: 0.5, 1: 1.0}, "b": {3: 0.5}}
     assert [rows for rows, _ in asked] == [[0, 1], [2], [3, 4]]
     prompts = kit.text(parse_run_config(quick()).prompts(CLASSES))
-    for label, (_, seen) in zip((0, 1, 3), asked, strict=True):
-        order = [label, *(other for other in range(4) if other != label)]
-        torch.testing.assert_close(seen, prompts[order])
+    for label, (_, asked_prompts) in zip((0, 1, 3), asked, strict=True):
+        order = [label, *(contrast for contrast in range(4) if contrast != label)]
+        torch.testing.assert_close(asked_prompts, prompts[order])
 
 
-def test_some_images_and_rivals_are_drawn_anew_each_time(
+def test_images_and_contrast_classes_are_drawn_anew_each_time(
     asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Six of thirty images, and nine of nineteen other classes: nobody can know which."""
+    """Six of thirty images, and nine of nineteen other classes: no score can tell which."""
     encoded = torch.arange(20.0).view(20, 1, 1)
     kit = replace(analytic_kit(), text=lambda prompts: encoded[: len(prompts)])
     monkeypatch.setattr(label_consistency, "load_engine", lambda *_: kit)
     job = job_of()
     job.classes = tuple(f"class {number}" for number in range(20))
     for _ in range(8):
-        score_label_consistency(job, PAYLOADS, numbered("a" * 30, "3" * 30))
+        score_label_consistency(job, numbered("a" * 30, "3" * 30))
     for rows, prompts in asked:
         assert len(set(rows)) == 6
         chosen = prompts.flatten().int().tolist()
@@ -219,25 +223,25 @@ def test_some_images_and_rivals_are_drawn_anew_each_time(
 @pytest.mark.parametrize(
     ("images", "classes", "rows"), [(30, 4, 6 * 4 * 3), (2, 4, 2 * 4 * 3), (30, 20, 6 * 10 * 3)]
 )
-def test_what_a_dry_run_foretells_is_what_the_kit_is_asked(
+def test_a_dry_run_counts_the_kits_passes(
     images: int, classes: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Images by prompts, at three timesteps."""
     kit = analytic_kit()
     eps = Kit.eps
-    seen: list[int] = []
+    row_counts: list[int] = []
 
     def counted(kit: Kit, z: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
-        seen.append(len(z))
+        row_counts.append(len(z))
         return eps(kit, z, *more)
 
-    kit = replace(kit, text=lambda prompts: analytic_kit().text([""]).expand(len(prompts), -1, -1))
+    kit = replace(kit, text=lambda prompts: analytic_kit().text([""]).expand(len(prompts)))
     monkeypatch.setattr(label_consistency, "load_engine", lambda *_: kit)
     monkeypatch.setattr(Kit, "eps", counted)
     job = job_of()
     job.classes = tuple(f"class {number}" for number in range(classes))
-    score_label_consistency(job, PAYLOADS, numbered("a" * images, "3" * images))
-    assert sum(seen) == rows
+    score_label_consistency(job, numbered("a" * images, "3" * images))
+    assert sum(row_counts) == rows
     assert unet_rows(images, classes) == rows
 
 
@@ -249,7 +253,7 @@ def test_what_a_dry_run_foretells_is_what_the_kit_is_asked(
         {"synthesis__lora": "kit", "synthesis__solver": "lcm"},
     ],
 )
-def test_the_judge_samples_without_short_cuts(
+def test_probe_images_are_sampled_without_approximations(
     given: dict[str, Any], asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Few-step weights predict another noise; the run's precision and attention stay."""
@@ -260,16 +264,14 @@ def test_the_judge_samples_without_short_cuts(
         return analytic_kit()
 
     monkeypatch.setattr(label_consistency, "load_engine", load)
-    score_label_consistency(
-        job_of(synthesis__dtype="bfloat16", **given), PAYLOADS, numbered("a", "0")
-    )
-    ((source, found),) = settings
+    score_label_consistency(job_of(synthesis__dtype="bfloat16", **given), numbered("a", "0"))
+    ((source, options),) = settings
     assert source == "a kit"
-    assert (found.cache_interval, found.lora, found.compile) == (1, "", "off")
-    assert found.dtype == "bfloat16"
+    assert (options.cache_interval, options.lora, options.compile) == (1, "", "off")
+    assert options.dtype == "bfloat16"
 
 
-# ---- Who is doubted ----
+# ---- Flags ----
 
 
 def of(*shares: float) -> dict[int, float]:
@@ -279,66 +281,69 @@ def of(*shares: float) -> dict[int, float]:
 HONEST = {"a": of(0.9, 0.9), "b": of(0.8, 1.0), "c": of(1.0, 1.0)}
 
 
-def test_a_client_nearer_to_chance_than_to_the_others_is_doubted() -> None:
-    """Of d's classes the others' medians are 0.9 and 1.0: mean 0.95, middle 0.725."""
+def test_a_client_nearer_to_chance_than_to_the_others_is_flagged() -> None:
+    """d's classes have the others' medians 0.9 and 1.0: mean 0.95, middle 0.725."""
     assert flag_clients({**HONEST, "d": of(0.9, 0.56)}) == Flags((), ())
-    (doubt,) = flag_clients({**HONEST, "d": of(0.9, 0.54)}).flags
-    assert doubt == Flag("d", None, pytest.approx(0.72))
+    (flag,) = flag_clients({**HONEST, "d": of(0.9, 0.54)}).flags
+    assert flag == Flag("d", None, pytest.approx(0.72))
     # Not its own share is in that median
     assert flag_clients({"a": of(0.95), "b": of(0.7)}) == Flags((Flag("b", None, 0.7),), ("a",))
 
 
-def test_a_class_below_chance_is_doubted_of_a_client_that_is_not() -> None:
-    found = {"a": of(0.9, 0.9, 0.9), "b": of(1.0, 1.0, 0.49), "c": of(1.0, 0.5, 1.0)}
-    assert flag_clients(found).flags == (Flag("b", 2, 0.49),)
-    # A liar's classes are doubted all at once
-    lies = {**found, "d": of(0.4, 0.3, 0.2)}
-    assert flag_clients(lies).flags == (Flag("b", 2, 0.49), Flag("d", None, pytest.approx(0.3)))
+def test_a_class_below_chance_is_flagged_of_a_client_that_is_not() -> None:
+    scores = {"a": of(0.9, 0.9, 0.9), "b": of(1.0, 1.0, 0.49), "c": of(1.0, 0.5, 1.0)}
+    assert flag_clients(scores).flags == (Flag("b", 2, 0.49),)
+    # All classes of a malicious client are flagged together
+    malicious = {**scores, "d": of(0.4, 0.3, 0.2)}
+    assert flag_clients(malicious).flags == (
+        Flag("b", 2, 0.49),
+        Flag("d", None, pytest.approx(0.3)),
+    )
 
 
-def test_a_class_that_the_kit_does_not_know_is_nobodys_fault() -> None:
-    """Six honest clients, and class 1 is seen of none: nothing of it is judged."""
-    found = {f"client-{number}": of(0.97, 0.97, 0.45) for number in range(6)}
-    assert flag_clients(found) == Flags((), ())
-    # Nor does it count for who is doubted by the other ones
-    (doubt,) = flag_clients({**found, "client-0": of(0.6, 0.7, 1.0)}).flags
-    assert doubt == Flag("client-0", None, pytest.approx(0.65))
+def test_a_class_that_the_kit_does_not_know_flags_no_client() -> None:
+    """The kit recognizes class 1 of none of six honest clients: it is not scored."""
+    scores = {f"client-{number}": of(0.97, 0.97, 0.45) for number in range(6)}
+    assert flag_clients(scores) == Flags((), ())
+    # Nor does it count for a client that its other classes flag
+    (flag,) = flag_clients({**scores, "client-0": of(0.6, 0.7, 1.0)}).flags
+    assert flag == Flag("client-0", None, pytest.approx(0.65))
 
 
-def test_classes_are_held_against_the_same_classes_of_others() -> None:
-    """c's class is hard, for d as well; nobody else has e's."""
-    found = {"a": {0: 0.98}, "b": {0: 0.97}, "c": {1: 0.8}, "d": {1: 0.82}, "e": {2: 0.3}}
-    assert flag_clients(found) == Flags((), ("e",))
+def test_classes_are_compared_with_the_same_classes_of_others() -> None:
+    """c's class is hard, for d as well; no other client has e's."""
+    scores = {"a": {0: 0.98}, "b": {0: 0.97}, "c": {1: 0.8}, "d": {1: 0.82}, "e": {2: 0.3}}
+    assert flag_clients(scores) == Flags((), ("e",))
 
 
-def test_one_judged_class_of_several_condemns_no_client() -> None:
+def test_one_scored_class_of_several_flags_no_client() -> None:
     """Two clients, each weak in one class: what each is good at the other cannot vouch for."""
-    found = {"a": of(1.0, 0.3), "b": of(0.3, 1.0)}
-    assert set(flag_clients(found).flags) == {Flag("a", 1, 0.3), Flag("b", 0, 0.3)}
-    # With most of them judged it does: 0.3 and 0.5 of two in three
-    found = {"a": of(0.3, 0.5, 1.0), "b": of(0.9, 0.9, 0.2), "c": of(0.9, 0.9, 0.3)}
-    assert flag_clients(found).flags[0] == Flag("a", None, pytest.approx(0.4))
+    scores = {"a": of(1.0, 0.3), "b": of(0.3, 1.0)}
+    assert set(flag_clients(scores).flags) == {Flag("a", 1, 0.3), Flag("b", 0, 0.3)}
+    # With most of them scored it does: 0.3 and 0.5 of two in three
+    scores = {"a": of(0.3, 0.5, 1.0), "b": of(0.9, 0.9, 0.2), "c": of(0.9, 0.9, 0.3)}
+    assert flag_clients(scores).flags[0] == Flag("a", None, pytest.approx(0.4))
 
 
 @pytest.mark.parametrize("others", [of(0.75), of(0.5), of(0.1)])
-def test_a_kit_that_does_not_know_the_classes_judges_nobody(others: dict[int, float]) -> None:
-    found = {"a": others, "b": others, "c": others, "d": of(0.0)}
-    assert flag_clients(found) == Flags((), ("a", "b", "c", "d"))
+def test_a_kit_that_does_not_know_the_classes_scores_no_client(others: dict[int, float]) -> None:
+    scores = {"a": others, "b": others, "c": others, "d": of(0.0)}
+    assert flag_clients(scores) == Flags((), ("a", "b", "c", "d"))
 
 
-def test_half_of_all_may_lie_together() -> None:
-    """Three of six: each liar is doubted, and the honest are left alone. Four of six: nobody is."""
-    lies = {f"liar-{number}": of(0.4, 0.4) for number in range(3)}
+def test_half_of_all_clients_may_be_malicious() -> None:
+    """Three malicious clients of six are flagged, and no honest one; of four of six, none is."""
+    malicious = {f"malicious-{number}": of(0.4, 0.4) for number in range(3)}
     honest = {f"honest-{number}": of(0.95, 0.95) for number in range(3)}
-    verdict = flag_clients({**honest, **lies})
-    assert {one.client for one in verdict.flags} == set(lies)
+    verdict = flag_clients({**honest, **malicious})
+    assert {flag.client for flag in verdict.flags} == set(malicious)
     assert set(verdict.unscored) == set(honest)
     fewer = {name: honest[name] for name in ("honest-0", "honest-1")}
-    more = flag_clients({**fewer, **lies, "liar-3": of(0.4, 0.4)})
-    assert more.flags == ()
+    majority_result = flag_clients({**fewer, **malicious, "malicious-3": of(0.4, 0.4)})
+    assert majority_result.flags == ()
 
 
-def test_a_client_alone_is_held_against_nobody() -> None:
+def test_a_single_client_is_compared_with_no_other() -> None:
     assert flag_clients({"a": of(0.1)}) == Flags((), ("a",))
 
 
@@ -346,44 +351,51 @@ def test_a_client_alone_is_held_against_nobody() -> None:
 
 
 @pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[int, float]]:
-    """What the kit sees: a lies, class 1 of c is of something else, and nobody else has d's."""
-    found = {"a": of(0.4, 0.5), "b": of(1.0, 0.9), "c": {0: 1.0, 1: 0.3, 3: 1.0}, "d": {2: 1.0}}
-    found |= {"e": of(1.0, 0.9), "f": {**of(1.0, 0.9), 3: 1.0}}
-    monkeypatch.setattr(label_consistency, "score_label_consistency", lambda *_: found)
-    return found
+def kit_scores(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[int, float]]:
+    """The kit's view: a is malicious, class 1 of c shows something else, and no other holds d's."""
+    scores = {"a": of(0.4, 0.5), "b": of(1.0, 0.9), "c": {0: 1.0, 1: 0.3, 3: 1.0}, "d": {2: 1.0}}
+    scores |= {"e": of(1.0, 0.9), "f": {**of(1.0, 0.9), 3: 1.0}}
+    monkeypatch.setattr(label_consistency, "score_label_consistency", lambda *_: scores)
+    return scores
 
 
 IMAGES = ("aabbcccd", "01010132")
 
 
-@pytest.mark.parametrize("robust", ["off", "report", "exclude"])
-def test_what_trains_is_what_robust_says(robust: str, seen: dict[str, dict[int, float]]) -> None:
-    job = job_of(robust)
-    payloads, images = drop_flagged(job, PAYLOADS, numbered(*IMAGES))
+@pytest.mark.parametrize("defense", ["off", "label-consistency-report", "label-consistency"])
+def test_the_defense_decides_which_images_train(
+    defense: str, kit_scores: dict[str, dict[int, float]]
+) -> None:
+    job = job_of(defense)
+    drawn = numbered(*IMAGES)
+    images = filters.filter_images(job, drawn)
+    payloads = filters.drop_clients_without_images(dict.fromkeys("abc"), drawn, images)  # type: ignore[type-var]
     numbers_left = images.pixels[:, 0, 0, 0].tolist()
-    left = robust == "exclude"
-    assert numbers_left == ([2, 3, 4, 6, 7] if left else list(range(8)))
+    drops_images = defense == "label-consistency"
+    assert numbers_left == ([2, 3, 4, 6, 7] if drops_images else list(range(8)))
     assert images.labels.tolist() == [int(IMAGES[1][row]) for row in numbers_left]
     assert images.clients == tuple(IMAGES[0][row] for row in numbers_left)
-    assert set(payloads) == (set("bc") if left else set("abc"))
-    if robust == "off":
-        assert job.kept == {"said": [], "agreements": {}}
+    assert set(payloads) == (set("bc") if drops_images else set("abc"))
+    if defense == "off":
+        assert job.kept == {"said": [], "agreements": {}, "stamps": []}
         return
-    whole = one = "they were used nevertheless"
-    if left:
-        whole, one = "all its images are dropped", "the images of this class are dropped"
+    client_outcome = class_outcome = "they were used nevertheless"
+    if drops_images:
+        client_outcome, class_outcome = (
+            "all its images are dropped",
+            "the images of this class are dropped",
+        )
     assert job.kept["said"] == [
         "a: suspicious, the kit does not recognize its classes in its images (score 0.45, "
-        f"chance 0.5); {whole}",
+        f"chance 0.5); {client_outcome}",
         "c: suspicious, the kit does not recognize its class 'one' in its images (score 0.30, "
-        f"chance 0.5); {one}",
-        f"robust = {robust!r} could not score d: the kit does not know their classes, or too few "
+        f"chance 0.5); {class_outcome}",
+        f"defense = {defense!r} could not score d: the kit does not know their classes, or too few "
         "other clients hold them",
     ]
     (stored,) = job.kept["agreements"].values()
-    doubts = {client: about["doubted"] for client, about in stored.items()}
-    assert doubts == {
+    flags = {client: record["flagged"] for client, record in stored.items()}
+    assert flags == {
         "a": "all classes",
         "b": "",
         "c": "one",
@@ -395,42 +407,43 @@ def test_what_trains_is_what_robust_says(robust: str, seen: dict[str, dict[int, 
     assert stored["b"]["classes"] == {"zero": 1.0, "one": 0.9}
 
 
-def test_where_nothing_would_be_left_all_train(seen: dict[str, dict[int, float]]) -> None:
+def test_all_images_train_if_all_were_flagged(kit_scores: dict[str, dict[int, float]]) -> None:
     """Two clients of three classes, who condemn each other."""
-    seen.clear()
-    seen |= {"a": of(0.0, 0.9, 0.9), "b": of(0.9, 0.9, 0.0)}
+    kit_scores.clear()
+    kit_scores |= {"a": of(0.0, 0.9, 0.9), "b": of(0.9, 0.9, 0.0)}
     job = job_of()
-    payloads, images = drop_flagged(job, PAYLOADS, numbered("ab", "00"))
-    assert (set(payloads), len(images.labels)) == (set("abc"), 2)
+    images = filter_images(job, numbered("ab", "00"))
+    assert images.clients == ("a", "b")
     assert job.kept["said"][-1].endswith("would leave no image to train on; all were used")
 
 
-def test_a_server_that_goes_on_judges_the_same_images_once(
-    seen: dict[str, dict[int, float]], monkeypatch: pytest.MonkeyPatch, run_folder: Any
+def test_a_resumed_server_scores_the_same_images_once(
+    kit_scores: dict[str, dict[int, float]], monkeypatch: pytest.MonkeyPatch, run_folder: Any
 ) -> None:
-    """Even if the kit, asked again, would say something else. Other images are judged anew."""
-    job = run_folder(parse_run_config(quick(method="feddeo", robust="exclude")), tuple("abcd"))
-    first = drop_flagged(job, PAYLOADS, numbered(*IMAGES))
-    seen["a"] = seen["b"]
-    again = drop_flagged(job, PAYLOADS, numbered(*IMAGES))
-    assert again[0] == first[0]
-    assert torch.equal(again[1].pixels, first[1].pixels)
-    others = [numbered("aabbccdd", IMAGES[1]), numbered("aabbccdd", "01010130")]
-    for images in others:
-        payloads, _ = drop_flagged(job, PAYLOADS, images)
-        assert set(payloads) == set("abc")
+    """The kit could answer differently a second time. Other images are scored anew."""
+    job = run_folder(
+        parse_run_config(quick(method="feddeo", defense="label-consistency")), tuple("abcd")
+    )
+    first = filter_images(job, numbered(*IMAGES))
+    kit_scores["a"] = kit_scores["b"]
+    again = filter_images(job, numbered(*IMAGES))
+    assert again.clients == first.clients == tuple("bbccd")
+    assert torch.equal(again.pixels, first.pixels)
+    image_sets = [numbered("aabbccdd", IMAGES[1]), numbered("aabbccdd", "01010130")]
+    for images in image_sets:
+        assert "a" in filter_images(job, images).clients
     # So is what was damaged
-    seen["a"] = of(0.4, 0.5)
-    drop_flagged(job, PAYLOADS, numbered(*IMAGES))
+    kit_scores["a"] = of(0.4, 0.5)
+    filter_images(job, numbered(*IMAGES))
     file = job.folder.path / "agreement.json"
     inputs = json.loads(file.read_text())["inputs"]
-    seen["a"] = seen["b"]
+    kit_scores["a"] = kit_scores["b"]
     for damage in ("{", json.dumps({"inputs": inputs, "clients": {"a": {"classes": 7}}})):
         file.write_text(damage)
-        assert set(drop_flagged(job, PAYLOADS, numbered(*IMAGES))[0]) == set("abc")
+        assert "a" in filter_images(job, numbered(*IMAGES)).clients
 
 
-def test_who_is_left_out_teaches_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_excluded_client_teaches_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """FedLMG's training gets the payloads of the others alone."""
     trained: list[tuple[set[str], int]] = []
 
@@ -438,28 +451,27 @@ def test_who_is_left_out_teaches_nobody(monkeypatch: pytest.MonkeyPatch) -> None
         trained.append((set(payloads), len(images.labels)))
         return {}
 
-    def believed(job: Any, payloads: Any, images: SyntheticSet) -> Any:
-        return {"b": payloads["b"]}, replace(images, labels=images.labels[:2])
-
     monkeypatch.setattr(pipeline, "synthesize", lambda *_: numbered(*IMAGES))
-    monkeypatch.setattr(pipeline, "drop_flagged", believed)
+    monkeypatch.setattr(pipeline, "filter_images", lambda job, images: images.select([2, 3]))
     classifier = Classifier(CLASSES, "resnet18", {})
+    job = job_of()
     pipeline.synthesize_and_train(
-        job_of(),
+        job,
         dict.fromkeys("ab", classifier),
         fedlmg.sampler,  # type: ignore[arg-type]
         plan=lambda job, payloads: [],
         train=train,
     )
     assert trained == [({"b"}, 2)]
+    assert job.kept["stamps"] == [("a", DROPPED)]
 
 
 # ---- On the real kit ----
 
 
 def honest(kit: Kit, config: Any) -> Descriptions:
-    """What a client would send whose images look like the kit's own."""
-    return Descriptions(DIGITS, kit.text(config.prompts(DIGITS)).float())
+    """The payload of a client whose images look like the kit's own."""
+    return Descriptions(DIGITS, kit.text.states(config.prompts(DIGITS)).float())
 
 
 def rolled(payload: Descriptions) -> Descriptions:
@@ -468,15 +480,15 @@ def rolled(payload: Descriptions) -> Descriptions:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "lie", [rolled, lambda payload: replace(payload, vectors=1000 * payload.vectors)]
+    "attack", [rolled, lambda payload: replace(payload, vectors=1000 * payload.vectors)]
 )
-def test_the_digits_kit_finds_a_liar(
-    lie: Callable[[Descriptions], Descriptions], home: Path, run_folder: Any
+def test_the_digits_kit_flags_a_malicious_client(
+    attack: Callable[[Descriptions], Descriptions], home: Path, run_folder: Any
 ) -> None:
     settings = {
         "method": "feddeo",
         "num_clients": 3,
-        "robust": "exclude",
+        "defense": "label-consistency",
         "synthesis__images_per_class": 2,
         "synthesis__steps": 5,
         "synthesis__unit_size": 60,
@@ -487,27 +499,26 @@ def test_the_digits_kit_finds_a_liar(
     }
     config = parse_run_config(quick(**settings))
     payload = honest(load_kit(find_kit(config.kit)), config)
-    payloads = {"client-0": payload, "client-1": lie(payload), "client-2": payload}
+    payloads = {"client-0": payload, "client-1": attack(payload), "client-2": payload}
     job = run_folder(config, tuple(payloads))
     images = synthesize(
         job,
         pipeline.plan_held_classes(job, payloads),
         lambda device: feddeo.sampler(job, device, payloads),
     )
-    kept, left = drop_flagged(job, payloads, images)
-    assert set(kept) == set(left.clients) == {"client-0", "client-2"}
-    assert len(left.labels) >= 36
+    remainder = filter_images(job, images)
+    clients = set(remainder.clients)
+    assert clients == {"client-0", "client-2"}
+    assert len(remainder.labels) >= 36
     stored = json.loads((job.folder.path / "agreement.json").read_text())
-    assert stored["clients"]["client-1"]["doubted"] == "all classes"
+    assert stored["clients"]["client-1"]["flagged"] == "all classes"
     assert stored["clients"]["client-1"]["agreement"] < 0.65
-    assert min(stored["clients"][client]["agreement"] for client in kept) > 0.85
+    assert min(stored["clients"][client]["agreement"] for client in clients) > 0.85
 
 
 @pytest.fixture
 def run_folder(tmp_path: Path) -> Callable[[Any, tuple[str, ...]], ServerJob]:
     """Makes a job with a folder of its own."""
-    from osfl.run_folder.layout import RunFolder
-    from osfl.run_folder.status import Status
 
     def made(config: Any, clients: tuple[str, ...]) -> ServerJob:
         folder = RunFolder(tmp_path)
@@ -518,27 +529,53 @@ def run_folder(tmp_path: Path) -> Callable[[Any, tuple[str, ...]], ServerJob]:
     return made
 
 
+def test_scores_are_stored_for_these_pixels_labels_and_clients(
+    run_folder: Callable[[Any, tuple[str, ...]], ServerJob], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs: list[str] = []
+
+    def stored(folder: RunFolder, name: str) -> dict[str, dict[str, float]]:
+        inputs.append(name)
+        return {"a": {}}
+
+    monkeypatch.setattr(RunFolder, "stored_consistency_scores", stored)
+    job = run_folder(parse_run_config(quick()), ("a", "b"))
+    pixels = torch.zeros(2, 3, 4, 4, dtype=torch.uint8)
+    labels = torch.tensor([0, 1])
+    clients = ("a", "b")
+    for images in (
+        SyntheticSet(pixels, labels, clients),
+        SyntheticSet(pixels + 1, labels, clients),
+        SyntheticSet(pixels, labels.flip(0), clients),
+        SyntheticSet(pixels, labels, ("b", "a")),
+        SyntheticSet(pixels.clone(), labels.clone(), clients),
+    ):
+        assert label_consistency._stored_or_new_scores(job, images) == {"a": {}}
+    assert len(set(inputs)) == 4
+    assert inputs[4] == inputs[0]
+
+
 # ---- A whole run ----
 
 
 @pytest.mark.slow
 def test_a_run_reports_what_the_kit_sees(home: Path, tiny_kit: Path) -> None:
     """This kit was never trained: it knows few classes, and those by chance."""
-    start(quick(method="feddeo", kit=str(tiny_kit), robust="report"))
-    found = metrics(home)
-    assert set(found["agreement"]) == {"client-0", "client-1"}
-    said = " ".join(found["warnings"])
-    for client, about in found["agreement"].items():
-        assert set(about["classes"]) == set(DIGITS)
-        assert about["agreement"] == pytest.approx(np.mean(list(about["classes"].values())))
-        assert (client in said) == (about["doubted"] != "")
+    start(quick(method="feddeo", kit=str(tiny_kit), defense="label-consistency-report"))
+    results = metrics(home)
+    assert set(results["agreement"]) == {"client-0", "client-1"}
+    warnings = " ".join(results["warnings"])
+    for client, record in results["agreement"].items():
+        assert set(record["classes"]) == set(DIGITS)
+        assert record["agreement"] == pytest.approx(np.mean(list(record["classes"].values())))
+        assert (client in warnings) == (record["flagged"] != "")
     page = (home / "runs" / "job" / "report.html").read_text()
     assert "Label consistency of the synthetic images" in page
-    assert "scoring label consistency" in {phase["phase"] for phase in found["phases"]}
+    assert "scoring label consistency" in {phase["phase"] for phase in results["phases"]}
 
 
 @pytest.mark.slow
-def test_a_run_that_was_not_asked_says_nothing(home: Path, tiny_kit: Path) -> None:
+def test_a_run_without_robust_reports_nothing(home: Path, tiny_kit: Path) -> None:
     start(quick(method="prompts-domain", kit=str(tiny_kit)))
     assert metrics(home)["agreement"] == {}
     assert not (home / "runs" / "job" / "agreement.json").exists()
@@ -548,6 +585,8 @@ def test_a_run_that_was_not_asked_says_nothing(home: Path, tiny_kit: Path) -> No
 @pytest.mark.parametrize(
     "method", ["prompts-only", "ceiling", "fedcgs", "local", "fedavg", "feddisc"]
 )
-def test_without_images_of_a_client_there_is_nothing_to_look_at(method: str) -> None:
-    with pytest.raises(ConfigError, match="robust = 'report'.* set robust = 'off'"):
-        parse_run_config(quick(method=method, robust="report"))
+def test_a_run_without_synthetic_images_scores_nothing(method: str) -> None:
+    with pytest.raises(
+        ConfigError, match="defense = 'label-consistency-report'.* set defense = 'off'"
+    ):
+        parse_run_config(quick(method=method, defense="label-consistency-report"))

@@ -47,17 +47,17 @@ def job_of(check: str = "filter") -> Any:
         classes=("zero", "one"),
         device=torch.device("cpu"),
         config=parse_run_config(
-            quick(method="prompts-only", label_check=check, synthesis__images_per_class=2)
+            quick(method="prompts-only", label_filter=check, synthesis__images_per_class=2)
         ),
-        status=SimpleNamespace(add_warning=lambda text: said.append(text)),
+        status=SimpleNamespace(add_warning=lambda text: warnings.append(text)),
     )
 
 
-said: list[str] = []
+warnings: list[str] = []
 
 
-def test_nobody_judges_what_it_learned_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first learns from every other image, and judges the rest."""
+def test_no_model_checks_its_training_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first model learns from every other image, and checks the rest."""
     learned: dict[str, tuple[list[int], list[int]]] = {}
 
     def train(job: Any, name: str, pixels: torch.Tensor, labels: torch.Tensor) -> GlobalModel:
@@ -74,17 +74,17 @@ def test_nobody_judges_what_it_learned_from(monkeypatch: pytest.MonkeyPatch) -> 
     torch.testing.assert_close(opinions, expected)
 
 
-def test_what_is_taken_for_another_class_is_left_out() -> None:
+def test_images_predicted_as_another_class_are_dropped() -> None:
     """Class 2, of which no image would stay, keeps all."""
-    said.clear()
+    warnings.clear()
     rows = [[0.6, 0.3, 0.1], [0.4, 0.6, 0.0], [0.5, 0.4, 0.1], [0.1, 0.8, 0.1]]
     rows += [[0.5, 0.2, 0.3], [0.3, 0.4, 0.3], [0.9, 0.0, 0.1], [0.0, 0.6, 0.4]]
     opinions = torch.tensor(rows)
-    kept = label_filter.drop_noisy_labels(job_of(), numbered(), opinions)
-    assert kept.pixels[:, 0, 0, 0].tolist() == [0, 2, 3, 5, 6, 7]
-    assert kept.labels.tolist() == [0, 0, 1, 1, 2, 2]
-    assert kept.clients == ("a", "b", "b", "a", "b", "b")
-    assert "2 of 8 synthetic images" in said[0]
+    remainder = label_filter.drop_noisy_labels(job_of(), numbered(), opinions)
+    assert remainder.pixels[:, 0, 0, 0].tolist() == [0, 2, 3, 5, 6, 7]
+    assert remainder.labels.tolist() == [0, 0, 1, 1, 2, 2]
+    assert remainder.clients == ("a", "b", "b", "a", "b", "b")
+    assert "2 of 8 synthetic images" in warnings[0]
 
 
 @pytest.mark.parametrize("check", ["none", "filter", "soft"])
@@ -93,50 +93,51 @@ def test_the_global_model_learns_what_was_asked(
 ) -> None:
     opinions = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.7, 0.3], [0.4, 0.6]])
     trained: list[tuple] = []
-    monkeypatch.setattr(pipeline, "cross_fitted_predictions", lambda job, images: opinions)
+    monkeypatch.setattr(label_filter, "cross_fitted_predictions", lambda job, images: opinions)
     monkeypatch.setattr(pipeline, "train_global", lambda job, *given: trained.append(given))
     pipeline.train_global_model(job_of(check), {}, numbered(4))
     ((name, pixels, labels, teacher, weight),) = trained
-    seen = pixels[:, 0, 0, 0].tolist()
+    rows = pixels[:, 0, 0, 0].tolist()
     assert (name, weight) == ("FT", 1.0)
-    assert seen == ([0, 2, 3] if check == "filter" else [0, 1, 2, 3])
-    assert labels.tolist() == [LABELS[row] for row in seen]
+    assert rows == ([0, 2, 3] if check == "filter" else [0, 1, 2, 3])
+    assert labels.tolist() == [LABELS[row] for row in rows]
     assert torch.equal(teacher, opinions) if check == "soft" else teacher is None
 
 
-def test_a_run_says_what_it_left_out(home: Path, tiny_kit: Path) -> None:
+@pytest.mark.slow
+def test_a_run_reports_dropped_images(home: Path, tiny_kit: Path) -> None:
     config = quick(
         method="prompts-only",
         kit=str(tiny_kit),
-        label_check="filter",
+        label_filter="filter",
         synthesis__images_per_class=2,
     )
     start(config)
-    found = metrics(home)
-    (warning,) = found["warnings"]
+    results = metrics(home)
+    (warning,) = results["warnings"]
     drawn = len((home / "runs" / "job" / "manifest.jsonl").read_text().splitlines())
-    about = json.loads((home / "runs" / "job" / "models" / "FT.json").read_text())
-    left = int(warning.split()[1])
+    record = json.loads((home / "runs" / "job" / "models" / "FT.json").read_text())
+    drop_count = int(warning.split()[1])
     assert f"of {drawn} synthetic images" in warning
-    assert about["images"] == drawn - left
-    assert found["server"]["trained_images"]["FT"] == drawn - left
+    assert record["images"] == drawn - drop_count
+    assert results["server"]["trained_images"]["FT"] == drawn - drop_count
     page = (home / "runs" / "job" / "report.html").read_text()
-    assert re.search(rf"s of training FT on {drawn - left} images", page)
-    assert set(found["accuracy"]) == {"FT"}
-    # The classifiers that judged stay with the server: a client fetches the global model alone
+    assert re.search(rf"s of training FT on {drawn - drop_count} images", page)
+    assert set(results["accuracy"]) == {"FT"}
+    # The checking classifiers stay with the server: a client fetches the global model alone
     size = (home / "runs" / "job" / "models" / "FT.safetensors").stat().st_size
-    assert {about["download_bytes"] for about in found["clients"].values()} == {size}
+    assert {client["download_bytes"] for client in results["clients"].values()} == {size}
 
 
 @pytest.mark.parametrize("method", ["fedlmg", "fedcado", "fedcgs", "local", "fedavg"])
-def test_who_has_teachers_or_no_images_has_no_second_opinion(method: str) -> None:
-    with pytest.raises(ConfigError, match="label-check = 'soft'"):
-        parse_run_config(quick(method=method, label_check="soft"))
+def test_methods_with_teachers_or_without_images_have_no_label_filter(method: str) -> None:
+    with pytest.raises(ConfigError, match="label-filter = 'soft'"):
+        parse_run_config(quick(method=method, label_filter="soft"))
 
 
-def test_a_second_opinion_wants_an_image_for_each_half() -> None:
+def test_a_label_filter_requires_an_image_for_each_half() -> None:
     """With one image a class, every other image would be every other class."""
     with pytest.raises(ConfigError, match="images-per-class to be at least 2"):
         parse_run_config(
-            quick(method="prompts-only", label_check="soft", synthesis__images_per_class=1)
+            quick(method="prompts-only", label_filter="soft", synthesis__images_per_class=1)
         )

@@ -47,8 +47,8 @@ with RunFolder(Path(sys.argv[1])).decoding(sys.argv[2]):
 
 def end_while_reading(folder: Path, client: str) -> None:
     """A process of its own, which dies as a fault in a library's C++ would let it die."""
-    done = subprocess.run([sys.executable, "-c", END, folder, client], capture_output=True)
-    assert done.returncode < 0, done.stderr
+    result = subprocess.run([sys.executable, "-c", END, folder, client], capture_output=True)
+    assert result.returncode < 0, result.stderr
 
 
 def asked(grid) -> list[int]:  # type: ignore[no-untyped-def]
@@ -59,9 +59,8 @@ def asked(grid) -> list[int]:  # type: ignore[no-untyped-def]
 def test_a_payload_that_ended_the_server_is_not_read_again(
     home: Path, tiny_kit: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is refused by name and its client asked once more.
-
-    After a second time the run goes on without it.
+    """The payload is refused by name and its client asked once more. After a second time the run
+    continues without it.
     """
     config = quick(method="prompts-domain", kit=str(tiny_kit), min_clients=1)
     start(config)
@@ -98,7 +97,7 @@ def test_a_payload_that_was_read_leaves_no_mark(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_memory_that_does_not_suffice_is_that_clients_failure(
+def test_a_payload_beyond_memory_is_its_clients_failure(
     home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also of a payload that is there when the server starts: it ended every start before."""
@@ -150,7 +149,7 @@ def scaled(payload: Payload, factor: float) -> Payload:
 
 
 def varied(payload: Payload, clients: int) -> dict[str, Payload]:
-    """As many clients' payloads, whose norms differ by up to a third."""
+    """Equally many clients' payloads, whose norms differ by up to a third."""
     generator = torch.Generator().manual_seed(0)
     factors = 1 + torch.rand(clients, generator=generator) / 3
     return {f"client-{k}": scaled(payload, float(factor)) for k, factor in enumerate(factors)}
@@ -182,12 +181,12 @@ def of_classes(seed: int, scale: float = 1.0) -> Descriptions:
     return Descriptions(("cat", "dog", "horse"), scale * rows)
 
 
-def test_who_sends_one_class_under_every_name_is_named() -> None:
-    """Its norm is like the others'; and one that is scaled is named for its norm alone."""
+def test_a_client_that_repeats_one_class_is_named() -> None:
+    """The norm is like the others'; and a client that scales is named for its norm alone."""
     honest = {f"client-{k}": of_classes(k) for k in range(6)}
     assert find_outliers(honest) == []
-    one = honest["client-2"]
-    same = replace(one, vectors=one.vectors[:1].expand(3, 4, 8))
+    honest_payload = honest["client-2"]
+    same = replace(honest_payload, vectors=honest_payload.vectors[:1].expand(3, 4, 8))
     (outlier,) = find_outliers(honest | {"client-2": same})
     assert (outlier.client, outlier.tensor, outlier.tensors) == ("client-2", "vectors", 1)
     # A spread is, by hand, the rows' distance from their mean as a share of the norm
@@ -210,25 +209,28 @@ def test_who_sends_one_class_under_every_name_is_named() -> None:
     assert (outlier.what, outlier.tensors) == ("norm", 1)
 
 
-def test_a_large_spread_is_nobodys_lie() -> None:
-    """Of a client whose classes have one image each the rows scatter more than means do."""
+def test_a_large_spread_is_no_outlier() -> None:
+    """Rows of a client whose classes have one image each scatter more than means do."""
     honest = {f"client-{k}": of_classes(k) for k in range(6)}
     rows = honest["client-1"].vectors
     scattered = replace(honest["client-1"], vectors=rows - rows.mean())
-    calm = {name: replace(one, vectors=2 + 0.1 * (one.vectors - 2)) for name, one in honest.items()}
+    calm = {
+        name: replace(payload, vectors=2 + 0.1 * (payload.vectors - 2))
+        for name, payload in honest.items()
+    }
     assert find_outliers(calm) == []
     assert find_outliers(calm | {"client-1": scattered}) == []
 
 
-def test_what_is_nearly_zero_has_no_spread() -> None:
+def test_values_near_zero_have_no_spread() -> None:
     """A head that began at zero and had few steps."""
     calm = {f"client-{k}": of_classes(k, scale=FLOOR / 4) for k in range(5)}
     flat = replace(of_classes(5), vectors=torch.full((3, 4, 8), FLOOR / 2))
     assert find_outliers(calm | {"client-5": flat}) == []
     large = {f"client-{k}": of_classes(k, scale=FLOOR) for k in range(5)}
     assert [
-        one.client
-        for one in find_outliers(large | {"client-5": replace(flat, vectors=flat.vectors * 4)})
+        outlier.client
+        for outlier in find_outliers(large | {"client-5": replace(flat, vectors=flat.vectors * 4)})
     ] == ["client-5"]
 
 
@@ -245,7 +247,7 @@ def test_a_spread_is_of_classes_and_of_nothing_else() -> None:
 
 
 def test_shares_may_be_equal_in_all_classes() -> None:
-    """Of two clusters each: one client's have a half everywhere, the others' differ by class."""
+    """Two clusters each: one client's have a half everywhere, the others' differ by class."""
     uneven = torch.tensor([[0.1, 0.9], [0.9, 0.1], [0.3, 0.7]])
     even = torch.full((3, 2), 0.5)
 
@@ -267,7 +269,7 @@ def test_a_spread_of_sums_is_that_of_the_classes_means() -> None:
         means = rows[:1].expand(3, 8) if same else rows
         sums = means * counts[:, None]
         # Whose norm is of no interest here
-        return FeatureStatistics(("cat", "dog", "horse"), counts, sums, torch.ones(8, 8))
+        return FeatureStatistics(("cat", "dog", "horse"), counts, sums, torch.ones(36))
 
     uneven_ones = {f"client-{k}": statistics(k, uneven) for k in range(5)}
     assert find_outliers(uneven_ones | {"client-5": statistics(5, uneven)}) == []
@@ -298,7 +300,7 @@ def test_a_classifiers_spread_is_its_heads() -> None:
     assert outlier.what == "spread over its classes"
 
 
-def test_two_of_six_are_named_and_nobody_else() -> None:
+def test_only_two_of_six_clients_are_named() -> None:
     honest = varied(SENT["feddeo"], 6)
     bad = {name: scaled(honest[name], 1e6) for name in ("client-2", "client-4")}
     assert [outlier.client for outlier in find_outliers(honest | bad)] == ["client-2", "client-4"]
@@ -308,8 +310,8 @@ def test_two_of_six_are_named_and_nobody_else() -> None:
 def test_texts_and_votes_have_no_norm(method: str) -> None:
     assert find_outliers({f"client-{k}": SENT[method] for k in range(3)}) == []
     same = Votes(("cat", "dog"), torch.tensor([3, 3], dtype=torch.uint8))
-    other = Votes(("cat", "dog"), torch.tensor([0, 9], dtype=torch.uint8))
-    assert find_outliers({"client-0": same, "client-1": other, "client-2": other}) == []
+    other_votes = Votes(("cat", "dog"), torch.tensor([0, 9], dtype=torch.uint8))
+    assert find_outliers({"client-0": same, "client-1": other_votes, "client-2": other_votes}) == []
 
 
 def test_one_tensor_of_many_is_named() -> None:
@@ -328,8 +330,8 @@ def test_one_tensor_of_many_is_named() -> None:
 @pytest.mark.parametrize("factor", [10.0, 0.1])
 def test_the_farthest_tensor_is_named_and_the_others_counted(factor: float) -> None:
     honest = varied(SENT["espresso"], 6)
-    whole = scaled(SENT["espresso"], factor)
-    far = replace(whole, component_means=factor**3 * whole.component_means)  # type: ignore[union-attr]
+    base = scaled(SENT["espresso"], factor)
+    far = replace(base, component_means=factor**3 * base.component_means)  # type: ignore[union-attr]
     (outlier,) = find_outliers(honest | {"client-5": far})
     assert (outlier.tensor, outlier.tensors) == ("component_means", 5)
     text, details = split_details(str(outlier))
@@ -338,12 +340,12 @@ def test_the_farthest_tensor_is_named_and_the_others_counted(factor: float) -> N
 
 
 def test_classifiers_are_compared_with_those_of_their_architecture() -> None:
-    one = varied(SENT["fedlmg"], 3)
-    other = Classifier(("cat",), "vgg16", scaled(SENT["fedlmg"], 1e3).state)  # type: ignore[union-attr]
-    assert find_outliers(one | {"client-3": other, "client-4": other}) == []
-    assert [o.client for o in find_outliers(one | {"client-1": scaled(one["client-1"], 1e3)})] == [
-        "client-1"
-    ]
+    payloads = varied(SENT["fedlmg"], 3)
+    vgg = Classifier(("cat",), "vgg16", scaled(SENT["fedlmg"], 1e3).state)  # type: ignore[union-attr]
+    assert find_outliers(payloads | {"client-3": vgg, "client-4": vgg}) == []
+    assert [
+        o.client for o in find_outliers(payloads | {"client-1": scaled(payloads["client-1"], 1e3)})
+    ] == ["client-1"]
 
 
 def test_classes_held_do_not_count() -> None:
@@ -353,7 +355,7 @@ def test_classes_held_do_not_count() -> None:
     assert find_outliers(sent) == []
 
 
-def test_two_clients_are_compared_with_each_other_and_one_with_nobody() -> None:
+def test_two_clients_are_compared_with_each_other_and_a_single_one_is_not() -> None:
     pair = varied(SENT["feddeo"], 2)
     assert find_outliers(pair) == []
     far = find_outliers(pair | {"client-1": scaled(SENT["feddeo"], 1e6)})

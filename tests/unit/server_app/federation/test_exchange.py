@@ -15,6 +15,7 @@ import httpx
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.common.constant import ErrorCode
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 from flwr.supercore.inflatable.inflatable_object import (
@@ -29,7 +30,7 @@ from osfl.data.parts import class_names
 from osfl.models.classifiers import build_classifier
 from osfl.payload import wire
 from osfl.payload.kinds import Domain
-from osfl.payload.messages import COST_KEYS, pack_payload, pack_state, unpack_state
+from osfl.payload.messages import COST_KEYS, WITHHELD, pack_payload, pack_state, unpack_state
 from osfl.run_folder.layout import RunFolder
 from osfl.run_folder.status import Status
 from server_app.baselines import feddf
@@ -39,7 +40,7 @@ from server_app.context import GlobalModel, ServerJob
 from server_app.expected import expected_payload
 from server_app.federation import pulls
 from server_app.federation.collect import collect
-from server_app.federation.evaluate import evaluate_on_clients
+from server_app.federation.evaluate import EvaluationNodes, evaluate_on_clients
 from server_app.federation.exchange import Exchange, InvalidReplyError, RoundError, _reason
 from server_app.federation.join import Members, join
 from server_app.federation.pulls import MAX_THREADS, Pulls
@@ -111,7 +112,7 @@ def no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def stuck() -> Iterator[threading.Event]:
-    """What a slow upload waits for; let go at the end, so that no thread is left."""
+    """An event that a slow upload waits for; set at the end, so that no thread remains."""
     event = threading.Event()
     yield event
     event.set()
@@ -127,8 +128,8 @@ def fit(client: str, architecture: str = ARCHITECTURE) -> Answer:
     def answer(message: Message) -> RecordDict:
         kind = message.metadata.message_type
         if kind == "query.join":
-            about = {"client": client, "version": osfl.__version__, "architecture": architecture}
-            return RecordDict({"join": ConfigRecord(about)})
+            record = {"client": client, "version": osfl.__version__, "architecture": architecture}
+            return RecordDict({"join": ConfigRecord(record)})
         if kind == "train":
             payload = Domain(class_names(settings().data), "photo")
             blob = wire.encode(payload, "prompts-domain", "job", client)
@@ -181,21 +182,35 @@ def test_a_slow_upload_holds_up_neither_the_others_nor_the_deadline(
     tmp_path: Path, stuck: threading.Event
 ) -> None:
     """And what it brings after the deadline is dropped for good."""
-    config = settings(num_clients=3, min_clients=2, deadline=5.0)
+    config = settings(num_clients=3, min_clients=2, deadline=2.5)
     grid = NodesGrid({n: fit(f"client-{n}") for n in range(3)})
     members = joined(grid, config, tmp_path)
     slow_upload(grid, 0, stuck)
     began = time.monotonic()
     clock = time.time()
     assert collected(grid, config, members, tmp_path) == {"client-1", "client-2"}
-    assert 5.0 <= time.monotonic() - began < 5.0 + TIGHT
+    assert 2.5 <= time.monotonic() - began < 2.5 + TIGHT
     for name in ("client-1", "client-2"):
         stored = tmp_path / "payloads" / f"{name}.pb"
-        assert stored.stat().st_mtime - clock < 5.0
+        assert stored.stat().st_mtime - clock < 2.5
     assert set(grid.asked("query.acknowledge")) == {1, 2}
     stuck.set()
     time.sleep(0.2)
     assert not (tmp_path / "payloads" / "client-0.pb").exists()
+
+
+@pytest.mark.parametrize(("limit", "calls"), [(1, 3), (2**24, 0)])
+def test_small_payloads_share_the_release_of_memory(
+    limit: int, calls: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released: list[int] = []
+    monkeypatch.setattr("server_app.federation.collect.RELEASE_BYTES", limit)
+    monkeypatch.setattr("server_app.federation.collect.release_memory", lambda: released.append(1))
+    config = settings(num_clients=3, deadline=20.0)
+    grid = NodesGrid({n: fit(f"client-{n}") for n in range(3)})
+    members = joined(grid, config, tmp_path)
+    assert len(collected(grid, config, members, tmp_path)) == 3
+    assert len(released) == calls
 
 
 def test_a_slow_upload_that_comes_in_time_is_used(tmp_path: Path, stuck: threading.Event) -> None:
@@ -203,23 +218,23 @@ def test_a_slow_upload_that_comes_in_time_is_used(tmp_path: Path, stuck: threadi
     grid = NodesGrid({n: fit(f"client-{n}") for n in range(2)})
     members = joined(grid, config, tmp_path)
     slow_upload(grid, 0, stuck)
-    threading.Timer(1.5, stuck.set).start()
+    threading.Timer(0.7, stuck.set).start()
     began = time.monotonic()
     assert collected(grid, config, members, tmp_path) == {"client-0", "client-1"}
-    assert 1.5 <= time.monotonic() - began < 1.5 + TIGHT
+    assert 0.7 <= time.monotonic() - began < 0.7 + TIGHT
     assert Counter(grid.asked("train")) == {0: 1, 1: 1}
 
 
 def test_an_upload_that_is_half_here_is_not_asked_for_anew(
     tmp_path: Path, stuck: threading.Event
 ) -> None:
-    """Its node was away: Flower goes on with the upload where it was cut."""
+    """The node was away: Flower goes on with the upload where it was cut."""
     config = settings(num_clients=1, deadline=20.0)
     grid = NodesGrid({0: fit("client-0")})
     members = joined(grid, config, tmp_path)
     slow_upload(grid, 0, stuck)
-    threading.Timer(1.5, setattr, (grid, "online_since", "later")).start()
-    threading.Timer(3.0, stuck.set).start()
+    threading.Timer(0.7, setattr, (grid, "online_since", "later")).start()
+    threading.Timer(2.0, stuck.set).start()
     assert collected(grid, config, members, tmp_path) == {"client-0"}
     assert grid.asked("train") == [0]
 
@@ -238,16 +253,44 @@ def test_a_node_that_was_away_and_has_sent_nothing_is_asked_again(tmp_path: Path
     assert grid.asked("train") == [0, 0]
 
 
+CRASH = Error(ErrorCode.CLIENT_APP_CRASHED, "the app died")
+AWAY = Error(ErrorCode.NODE_UNAVAILABLE, "away")
+
+
+@pytest.mark.parametrize(
+    ("errors", "is_used"),
+    [
+        ([CRASH], True),
+        ([CRASH, AWAY], True),
+        ([AWAY, CRASH, AWAY], True),
+        ([AWAY, AWAY, AWAY], True),
+        ([CRASH, CRASH], False),
+        ([CRASH, AWAY, CRASH], False),
+    ],
+)
+def test_only_crashes_count_as_attempts(errors: list[Error], is_used: bool, tmp_path: Path) -> None:
+    """The second crash is final."""
+    config = settings(num_clients=2, min_clients=1, deadline=20.0)
+    usual = fit("client-0")
+    left = list(errors)
+    failing = but("client-0", "train", lambda message: left.pop(0) if left else usual(message))
+    grid = NodesGrid({0: failing, 1: fit("client-1")})
+    members = joined(grid, config, tmp_path)
+    expected = {"client-0", "client-1"} if is_used else {"client-1"}
+    assert collected(grid, config, members, tmp_path) == expected
+    assert grid.asked("train").count(0) == len(errors) + is_used
+
+
 def test_a_slow_upload_does_not_hold_up_joining(tmp_path: Path, stuck: threading.Event) -> None:
     grid = NodesGrid({n: fit(f"client-{n}") for n in range(3)})
     slow_upload(grid, 0, stuck)
     began = time.monotonic()
     assert list(joined(grid, settings(num_clients=2), tmp_path).nodes) == ["client-1", "client-2"]
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < TIGHT
     config = settings(num_clients=3, join_timeout=2.0)
     with pytest.raises(RoundError, match=r"2 of 3 .* within 2 s \(join.*\n  1 did not reply: 0$"):
         joined(grid, config, tmp_path)
-    assert time.monotonic() - began < 4.0 + TIGHT
+    assert time.monotonic() - began < TIGHT + 2.0 + TIGHT
 
 
 def test_a_slow_upload_does_not_hold_up_the_test(tmp_path: Path, stuck: threading.Event) -> None:
@@ -260,13 +303,83 @@ def test_a_slow_upload_does_not_hold_up_the_test(tmp_path: Path, stuck: threadin
     evaluate_on_clients(
         grid,  # type: ignore[arg-type]
         settings(test_timeout=1.5),
-        nodes,
+        EvaluationNodes(nodes),
         {"FT": GlobalModel(model, "none", True)},
         RunFolder(tmp_path),
         Status(tmp_path),
     )
     assert 1.5 <= time.monotonic() - began < 1.5 + TIGHT
     assert set(RunFolder(tmp_path).read_json("tests/FT.json")) == {"client-0"}
+
+
+@pytest.mark.parametrize("tester", ["tests", "withholds"])
+def test_a_test_only_client_does_not_hide_that_no_participant_tested(
+    tmp_path: Path, tester: str
+) -> None:
+    withheld = RecordDict({"metrics": MetricRecord({WITHHELD: 1})})
+    answers = {
+        0: but("a", "evaluate", lambda _: Error(2, "ValueError: no")),
+        1: but("t", "evaluate", lambda _: withheld) if tester == "withholds" else fit("t"),
+    }
+    (tmp_path / "tests").mkdir()
+    with pytest.raises(RoundError, match="no client could test the global model FT"):
+        evaluate_on_clients(
+            NodesGrid(answers),  # type: ignore[arg-type]
+            settings(),
+            EvaluationNodes({"a": 0}, {"t": 1}),
+            {"FT": GlobalModel(torch.nn.Linear(1, 1), "none", True)},
+            RunFolder(tmp_path),
+            Status(tmp_path),
+        )
+
+
+def test_a_node_that_was_asked_long_ago_is_not_awaited_before_the_tests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node is awaited only while its request is new."""
+    monkeypatch.setattr("server_app.federation.join.TESTER_SECONDS", 0.5)
+    grid = NodesGrid({0: fit("a"), 1: but("b", "query.join", lambda _: None)})
+    members = joined(grid, settings(num_clients=1), tmp_path)
+    for shortest, longest in ((0.3, 2.0), (0.0, 0.2)):
+        began = time.monotonic()
+        members.await_testers()
+        assert shortest < time.monotonic() - began < longest
+
+
+def test_a_client_whose_payload_is_stored_may_join_before_the_tests(tmp_path: Path) -> None:
+    """Such a client tests. A new client, and a second node of the same name, come too late."""
+    grid = NodesGrid({0: fit("a"), 1: fit("b"), 2: fit("c"), 3: fit("b")})
+    grid.online = {0}
+    config = settings(num_clients=2, min_clients=1, join_timeout=1.0)
+    members = joined(grid, config, tmp_path, stored=["a", "b"])
+    assert members.test_nodes() == {"a": 0}
+    grid.online = {0, 1, 2, 3}
+    members.await_testers()
+    assert members.test_nodes() == {"a": 0, "b": 1}
+    assert members.failures == {3: "its client id 'b' is already used by another node"}
+    members.leave("b")
+    assert members.test_nodes() == {"a": 0}
+
+
+def test_what_the_server_prepares_is_no_quiet_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that joins soon afterwards is awaited, although enough payloads are stored."""
+    monkeypatch.setattr("server_app.federation.join.QUIET_SECONDS", 0.6)
+    monkeypatch.setattr(Members, "present", lambda members, stored: {"a", "b"})
+    looks = itertools.count()
+    slow = but("b", "query.join", lambda m: fit("b")(m) if next(looks) > 3 else None)
+    grid = NodesGrid({0: slow})
+    config = settings(num_clients=2, join_timeout=20.0)
+    (tmp_path / "payloads").mkdir()
+    members = join(
+        grid,  # type: ignore[arg-type]
+        config,
+        Status(tmp_path),
+        ["a", "b"],
+        prepare=lambda: time.sleep(0.7),
+    )
+    assert members.nodes == {"b": 0}
 
 
 def trained(message: Message) -> RecordDict:
@@ -310,9 +423,9 @@ def test_a_time_that_was_reached_is_named_and_no_other(
     with pytest.raises(RoundError, match=r"client-1: no model within 1 s \(deadline\)$"):
         between.send_and_receive(messages)
     refusing = NodesGrid({n: lambda _: Error(2, "ConfigError: no data") for n in range(2)})
-    with pytest.raises(RoundError) as told:
+    with pytest.raises(RoundError) as excinfo:
         joined(refusing, config, tmp_path)
-    assert str(told.value) == (
+    assert str(excinfo.value) == (
         "0 of 2 clients joined; at least 2 are required (min-clients, num-clients)"
         "\n  node 0: ConfigError: no data (code 2)\n  node 1: ConfigError: no data (code 2)"
     )
@@ -321,36 +434,34 @@ def test_a_time_that_was_reached_is_named_and_no_other(
 def test_more_slow_uploads_than_threads_do_not_hold_up_the_phase(
     tmp_path: Path, stuck: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who is pulled before all threads are held is used; the threads are bounded."""
-    monkeypatch.setattr(pulls, "SLOW_SECONDS", 0.05)
+    """Replies that are pulled before all threads are held are used; the threads are bounded."""
+    monkeypatch.setattr(pulls, "SLOW_SECONDS", 0.02)
     grid = NodesGrid({n: fit(f"client-{n}") for n in range(MAX_THREADS + 40)})
     for node in range(1, MAX_THREADS + 40):
         slow_upload(grid, node, stuck)
     began = time.monotonic()
-    with pytest.raises(RoundError, match="1 of 500 .* within 3 s.*\n  103 did not reply: "):
-        joined(grid, settings(num_clients=500, join_timeout=3.0), tmp_path)
-    assert 3.0 <= time.monotonic() - began < 3.0 + TIGHT
-    held = [thread for thread in threading.enumerate() if "_pull" in thread.name]
-    assert len(held) == MAX_THREADS
+    with pytest.raises(RoundError, match="1 of 500 .* within 2 s.*\n  103 did not reply: "):
+        joined(grid, settings(num_clients=500, join_timeout=2.0), tmp_path)
+    assert 2.0 <= time.monotonic() - began < 2.0 + TIGHT
+    pull_threads = [thread for thread in threading.enumerate() if "_pull" in thread.name]
+    assert len(pull_threads) == MAX_THREADS
 
 
 def test_large_replies_are_pulled_together_only_as_memory_allows(stuck: threading.Event) -> None:
     grid = SimpleNamespace(pull_messages=lambda names: stuck.wait() and [])
 
     def at_once(largest: float) -> int:
-        begun = Pulls(grid, largest)  # type: ignore[arg-type]
-        while begun.room():
-            begun.start(str(len(begun._started)))
-            for name in begun._started:
-                begun._started[name] -= 2 * pulls.SLOW_SECONDS
-        return len(begun._started)
+        pull_pool = Pulls(grid, largest)  # type: ignore[arg-type]
+        while pull_pool.room():
+            pull_pool.start(str(len(pull_pool._started)))
+            for name in pull_pool._started:
+                pull_pool._started[name] -= 2 * pulls.SLOW_SECONDS
+        return len(pull_pool._started)
 
     assert (at_once(1e15), at_once(0)) == (pulls.MAX_CONCURRENT_REQUESTS, MAX_THREADS)
 
 
-def test_how_large_a_reply_may_be_is_the_runs_to_say(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_run_sets_the_largest_reply(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A payload `max-payload-mb`, a round's model as many bytes as the run's."""
     sizes = []
 
@@ -374,11 +485,11 @@ def test_how_large_a_reply_may_be_is_the_runs_to_say(
 
 
 def test_without_slow_nodes_few_are_pulled_at_once(stuck: threading.Event) -> None:
-    begun = Pulls(SimpleNamespace(pull_messages=lambda names: stuck.wait() and []))  # type: ignore[arg-type]
+    pull_pool = Pulls(SimpleNamespace(pull_messages=lambda names: stuck.wait() and []))  # type: ignore[arg-type]
     for number in range(pulls.MAX_CONCURRENT_REQUESTS):
-        assert begun.room()
-        begun.start(str(number))
-    assert not begun.room()
+        assert pull_pool.room()
+        pull_pool.start(str(number))
+    assert not pull_pool.room()
 
 
 @pytest.mark.slow
@@ -391,10 +502,10 @@ def test_a_stuck_pull_does_not_keep_the_process() -> None:
         "Pulls(grid).start('m')\n"
         "print('done')\n"
     )
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "done\n", "")
 
 
 def test_a_phase_that_is_over_keeps_nothing_that_comes_later(stuck: threading.Event) -> None:
@@ -415,10 +526,10 @@ def test_a_rest_ends_with_the_phase_or_with_a_reply(monkeypatch: pytest.MonkeyPa
     exchange = Exchange(grid, 10.0, _last_reply=-1e6)
     began = time.monotonic()
     exchange.wait(began + 0.3)
-    assert 0.3 <= time.monotonic() - began < 2.0
+    assert 0.3 <= time.monotonic() - began < 0.3 + TIGHT
     exchange._pulls.start("m")
     exchange.wait(began + 100)
-    assert time.monotonic() - began < 4.0
+    assert time.monotonic() - began < 0.3 + TIGHT + TIGHT
 
 
 def test_acknowledgements_do_not_outlast_the_deadline(tmp_path: Path) -> None:
@@ -443,7 +554,7 @@ def test_acknowledgements_do_not_outlast_the_deadline(tmp_path: Path) -> None:
 # Spares
 
 
-def test_of_five_hundred_nodes_two_are_fit(tmp_path: Path, stuck: threading.Event) -> None:
+def test_two_of_five_hundred_nodes_are_eligible(tmp_path: Path, stuck: threading.Event) -> None:
     """The others refuse, are silent, upload for ever, talk nonsense, or are of another version."""
     old = ConfigRecord({"client": "old", "version": "0.0.1"})
     unfit: list[Answer] = [
@@ -477,7 +588,7 @@ def test_of_five_hundred_nodes_two_are_fit(tmp_path: Path, stuck: threading.Even
     ],
     ids=["raised", "died", "refused", "empty"],
 )
-def test_a_spare_is_asked_in_the_place_of_a_client_that_failed(tmp_path: Path, bad: Answer) -> None:
+def test_a_standby_client_replaces_a_failed_one(tmp_path: Path, bad: Answer) -> None:
     config = settings(num_clients=2)
     answers = {0: but("client-0", "train", bad), 1: fit("client-1"), 2: fit("client-2")}
     grid = NodesGrid(answers)
@@ -487,8 +598,8 @@ def test_a_spare_is_asked_in_the_place_of_a_client_that_failed(tmp_path: Path, b
     assert members.nodes == {"client-1": 1, "client-2": 2}
 
 
-def test_a_spare_that_joins_late_is_asked(tmp_path: Path) -> None:
-    """It was silent when two others joined; when one of them fails, its answer is heard."""
+def test_a_standby_client_that_joins_late_is_asked(tmp_path: Path) -> None:
+    """The client was silent when two others joined; when one of them fails, its answer is heard."""
     config = settings(num_clients=2, join_timeout=20.0)
     late = []
     answers = {
@@ -502,7 +613,7 @@ def test_a_spare_that_joins_late_is_asked(tmp_path: Path) -> None:
     assert collected(grid, config, members, tmp_path) == {"client-1", "late"}
 
 
-def test_without_spares_a_client_that_failed_is_missing(tmp_path: Path) -> None:
+def test_without_standby_clients_a_failed_one_is_missing(tmp_path: Path) -> None:
     answers = {0: but("client-0", "train", lambda _: Error(2, "ValueError: no")), 1: fit("b")}
     grid = NodesGrid(answers)
     config = settings(num_clients=2)
@@ -513,7 +624,7 @@ def test_without_spares_a_client_that_failed_is_missing(tmp_path: Path) -> None:
     assert collected(grid, again, joined(grid, config, tmp_path), tmp_path) == {"b"}
 
 
-def test_nobody_is_asked_again_in_the_place_of_a_spare(tmp_path: Path) -> None:
+def test_no_failed_client_is_asked_again(tmp_path: Path) -> None:
     config = settings(num_clients=2, min_clients=1)
 
     def bad(_: object) -> Error:
@@ -534,9 +645,11 @@ def test_a_client_id_is_taken_once(tmp_path: Path) -> None:
         joined(grid, settings(num_clients=3), tmp_path)
 
 
-def test_a_client_is_who_its_key_says(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Of three keys two have names: b's calls itself a, and the third is nobody and calls itself b.
-    A key without a name may be whom no key names.
+def test_a_client_id_must_be_its_keys_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two of three keys have names: b's calls itself a, and the third has none and calls itself b.
+    A key without a name may have any client id that no key has.
     """
     grid = NodesGrid({0: fit("a"), 1: fit("a"), 2: fit("b"), 3: fit("c")})
     grid.names = {0: "a", 1: "b"}
@@ -548,14 +661,14 @@ def test_a_client_is_who_its_key_says(tmp_path: Path, caplog: pytest.LogCaptureF
     assert "client id 'b' is the name of another node's key" in members.failures[2]
     warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert [line.partition(", so")[0] for line in warned] == ["c: its key has no name"]
-    # Nobody is warned where no key has a name
+    # There is no warning where no key has a name
     caplog.clear()
     grid = NodesGrid({0: fit("a")})
     joined(grid, settings(num_clients=1), tmp_path)
     assert "no name" not in caplog.text
 
 
-def test_a_key_whose_name_is_no_client_id_lets_nobody_in(tmp_path: Path) -> None:
+def test_a_key_whose_name_is_no_client_id_is_refused(tmp_path: Path) -> None:
     grid = NodesGrid({0: fit("a")})
     grid.names = {0: "Ward 7\x1b[31m"}
     with pytest.raises(
@@ -565,7 +678,7 @@ def test_a_key_whose_name_is_no_client_id_lets_nobody_in(tmp_path: Path) -> None
     assert "\x1b" not in str(e.value)
 
 
-def test_a_keys_owner_goes_before_who_took_its_name(tmp_path: Path) -> None:
+def test_a_keys_owner_replaces_the_client_with_its_name(tmp_path: Path) -> None:
     """The owner comes online while the run waits, and who was taken for it before is out."""
     grid = NodesGrid({0: fit("b"), 1: fit("b"), 2: fit("a")})
     grid.names = {1: "b"}
@@ -581,14 +694,14 @@ def test_a_keys_owner_goes_before_who_took_its_name(tmp_path: Path) -> None:
     assert "client id 'b' is the name of another node's key" in members.failures[0]
 
 
-def test_a_tester_is_not_put_out_and_an_owner_gets_its_place(tmp_path: Path) -> None:
+def test_a_held_out_client_is_not_replaced_and_an_owner_gets_its_place(tmp_path: Path) -> None:
     """t is to test; b failed under its name, and a spare took its place."""
-    config = settings(num_clients=2, left_out="t")
+    config = settings(num_clients=2, held_out="t")
     grid = NodesGrid({0: fit("t"), 1: fit("a"), 2: fit("t")})
     grid.names = {2: "t"}
     grid.online = {0, 1}
     members = joined(grid, config, tmp_path)
-    assert members.left_out_clients == {"t": 0}
+    assert members.held_out_clients == {"t": 0}
     grid.online = {0, 1, 2}
     members.poll(time.monotonic() + 1)
     assert members.joined["t"] == 0
@@ -606,7 +719,7 @@ def test_a_tester_is_not_put_out_and_an_owner_gets_its_place(tmp_path: Path) -> 
     assert members.standby() == ["b"]
 
 
-def test_who_works_already_is_not_put_out(tmp_path: Path) -> None:
+def test_a_working_client_is_not_replaced(tmp_path: Path) -> None:
     """Nor is a node with a name, by another of the same name."""
     grid = NodesGrid({0: fit("b"), 1: fit("b")})
     grid.names = {1: "b"}
@@ -623,7 +736,7 @@ def test_who_works_already_is_not_put_out(tmp_path: Path) -> None:
     assert members.nodes == {"a": 2, "b": 0}
 
 
-def test_a_spare_takes_over_within_a_round(tmp_path: Path) -> None:
+def test_a_standby_client_takes_over_within_a_round(tmp_path: Path) -> None:
     config = settings(method="fedavg", num_clients=2)
     answers = {n: but(f"client-{n}", "train", trained) for n in range(3)}
     answers[0] = but("client-0", "train", lambda _: Error(2, "ValueError: no"))
@@ -637,10 +750,10 @@ def test_a_spare_takes_over_within_a_round(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["prompts-domain", "fedavg"])
-def test_a_spare_takes_the_place_of_a_node_that_stays_away(
+def test_a_standby_client_replaces_a_node_that_stays_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    """It was asked, and is offline from then on; its place is not kept until the deadline."""
+    """The node was asked, and is offline from then on; its place is not kept until the deadline."""
     monkeypatch.setattr("server_app.federation.exchange.OFFLINE_SECONDS", 0.5)
     config = settings(method=method, num_clients=2, deadline=60.0)
 
@@ -662,7 +775,7 @@ def test_a_spare_takes_the_place_of_a_node_that_stays_away(
     assert list(members.nodes) == ["client-1", "client-2"]
 
 
-def test_a_node_that_is_away_keeps_its_place_where_no_spare_is_there(
+def test_a_node_that_is_away_keeps_its_place_without_standby_clients(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And delivers when it is back; a SuperLink that names nobody for a while is no absence."""
@@ -683,7 +796,7 @@ def test_a_node_that_is_away_keeps_its_place_where_no_spare_is_there(
     assert collected(grid, config, members, tmp_path) == {"client-0", "client-1"}
 
 
-def test_nobody_is_away_while_the_superlink_names_nobody(
+def test_no_node_is_away_while_the_superlink_lists_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("server_app.federation.exchange.OFFLINE_SECONDS", 0.2)
@@ -703,7 +816,7 @@ def test_nobody_is_away_while_the_superlink_names_nobody(
     assert collected(grid, config, members, tmp_path) == {"client-0", "client-1"}
 
 
-def test_a_rounds_model_that_is_far_from_the_others_is_told_once(tmp_path: Path) -> None:
+def test_an_outlying_model_of_a_round_is_reported_once(tmp_path: Path) -> None:
     """And used, as payloads are: an honest client may be an exception."""
     config = settings(method="fedavg", num_clients=3)
 
@@ -717,27 +830,27 @@ def test_a_rounds_model_that_is_far_from_the_others_is_told_once(tmp_path: Path)
     answers = {n: but(f"client-{n}", "train", trained) for n in range(2)}
     grid = NodesGrid({**answers, 2: but("client-2", "train", scaled)})
     between, messages = rounds_grid(grid, config, joined(grid, config, tmp_path))
-    told: list[list[str]] = []
-    between.warn = told.append
+    warnings: list[list[str]] = []
+    between.warn = warnings.append
     for _ in range(2):
         assert len(between.send_and_receive(messages)) == 3
-    assert len(told) == 1
-    assert len(told[0]) == 1
-    assert told[0][0].startswith("round 1: client-2: part of its payload is 1e+03 times larger")
+    assert len(warnings) == 1
+    assert len(warnings[0]) == 1
+    assert warnings[0][0].startswith("round 1: client-2: part of its payload is 1e+03 times larger")
 
 
-def test_a_spare_of_another_architecture_takes_over_with_its_own_model(
+def test_a_standby_client_of_another_architecture_takes_over_with_its_own_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It comes when FedDF's round has begun, and none of the clients there has its architecture."""
+    """The client joins when FedDF's round has begun, and no other client has its architecture."""
     shuffle = "shufflenet_v2_x0_5"
     mobile = "mobilenet_v3_small"
-    about = {"architecture": f"{shuffle},{mobile}", "init": "none"}
+    model_settings = {"architecture": f"{shuffle},{mobile}", "init": "none"}
     config = settings(
         method="feddf",
         num_clients=2,
         global_model__init="none",
-        **{f"classifier__{key}": value for key, value in about.items()},
+        **{f"classifier__{key}": value for key, value in model_settings.items()},
     )
     sent: list[object] = []
 
@@ -839,12 +952,12 @@ def test_whatever_a_reply_raises_is_its_nodes_failure(where: str, error: Excepti
         grid.answers[1] = strange
     # type: ignore[arg-type]
     exchange = Exchange(grid, 10.0)
-    kept = []
+    contents = []
     failures = {}
     for node in (1, 2):
         exchange.push(node, "train", RecordDict())
-    assert exchange.pull(read, lambda node, it: kept.append(it), failures.__setitem__) == 0
-    assert (kept, list(failures)) == ([2], [1])
+    assert exchange.pull(read, lambda node, it: contents.append(it), failures.__setitem__) == 0
+    assert (contents, list(failures)) == ([2], [1])
     assert type(error).__name__ in failures[1]
 
 
@@ -872,7 +985,7 @@ def test_a_payload_that_cannot_be_decoded_is_its_clients_failure(
         assert (tmp_path / "payloads" / "a.pb.refused").exists()
 
 
-def test_what_this_machine_fails_at_ends_the_run() -> None:
+def test_a_failure_of_this_machine_ends_the_run() -> None:
     """A full disk is nobody's failure but its own."""
     exchange = Exchange(NodesGrid({1: fit("one")}), 10.0)  # type: ignore[arg-type]
     exchange.push(1, "train", RecordDict())
@@ -906,15 +1019,15 @@ def test_a_superlink_that_is_not_reached_is_asked_again() -> None:
         return RecordDict()
 
     grid = NodesGrid({1: refused})
-    kept = []
+    contents = []
     exchange = Exchange(grid, 10.0)  # type: ignore[arg-type]
     exchange.push(1, "train", RecordDict())
     for _ in range(4):
-        owed = exchange.pull(lambda node, it: it, lambda *it: kept.append(it), pytest.fail)
-    assert (owed, len(kept), grid.asked("train")) == (0, 1, [1])
+        owed = exchange.pull(lambda node, it: it, lambda *it: contents.append(it), pytest.fail)
+    assert (owed, len(contents), grid.asked("train")) == (0, 1, [1])
 
 
-def test_what_a_reply_says_is_bounded() -> None:
+def test_the_text_of_a_reply_is_bounded() -> None:
     """50 MB of a client's error are one short line."""
     reasons: dict[int, str] = {}
     answers = {
@@ -942,7 +1055,7 @@ def pulled_over_the_wire(array: Array, largest: float) -> dict[int, str]:
     with no_object_id_recompute():
         name = reply.object_id
         objects = get_all_nested_objects(reply)
-        contents = {object_id: one.deflate() for object_id, one in objects.items()}
+        contents = {object_id: entry.deflate() for object_id, entry in objects.items()}
     again = lambda names: [  # noqa: E731
         SimpleNamespace(
             has_error=lambda: False, content=inflate_object_from_contents(name, dict(contents))
@@ -955,8 +1068,8 @@ def pulled_over_the_wire(array: Array, largest: float) -> dict[int, str]:
     exchange.push(1, "train", RecordDict())
 
     def keep(node: int, content: RecordDict) -> None:
-        (one,) = content.array_records["payload"].values()
-        assert one.data == array.data
+        (reply_array,) = content.array_records["payload"].values()
+        assert reply_array.data == array.data
 
     exchange.pull(lambda node, content: content, keep, failures.__setitem__)
     return failures

@@ -32,32 +32,32 @@ def settings(**overrides: object) -> SynthesisConfig:
 @pytest.mark.slow
 def test_units_side_by_side_are_the_same_images(home: Path, tiny_kit: Path) -> None:
     """With classifier guidance, whose hooks on the teachers are a sampler's own."""
-    made = {}
+    image_files = {}
     for count in (1, 3):
         start(
             quick(
                 method="fedlmg",
                 kit=str(tiny_kit),
                 synthesis__unit_size=5,
-                synthesis__units_at_once=count,
+                synthesis__parallel_units=count,
                 synthesis__threads=count,
             ),
             f"by-{count}",
         )
-        made[count] = files(home / "runs" / f"by-{count}", "images")
-    assert len(made[1]) == 20
-    assert made[1] == made[3]
+        image_files[count] = files(home / "runs" / f"by-{count}", "images")
+    assert len(image_files[1]) == 20
+    assert image_files[1] == image_files[3]
 
 
 def test_each_thread_has_a_sampler_and_its_share_of_the_cores() -> None:
     """Two at a time, all units once, and as many threads afterwards as before."""
-    made: list[object] = []
-    seen: set[tuple[int, int]] = set()
+    devices: list[object] = []
+    sampler_threads: set[tuple[int, int]] = set()
     both = threading.Barrier(2, timeout=30)
 
     def make(device: torch.device) -> Sample:
-        made.append(device)
-        number = len(made)
+        devices.append(device)
+        number = len(devices)
         firsts: list[int] = []
 
         def sample(jobs: Sequence[ImageJob]) -> torch.Tensor:
@@ -65,25 +65,25 @@ def test_each_thread_has_a_sampler_and_its_share_of_the_cores() -> None:
                 firsts.append(1)
                 # Neither goes on before the other has begun.
                 both.wait()
-            seen.add((number, torch.get_num_threads()))
+            sampler_threads.add((number, torch.get_num_threads()))
             step_done(number, 10)
             return torch.zeros(len(jobs), 3, 4, 4, dtype=torch.uint8)
 
         return sample
 
     before = torch.get_num_threads()
-    told: list[tuple[int, int]] = []
-    two = settings(units_at_once=2, threads=6)
-    sampled = sample_units(make, UNITS, CPU, two, lambda *steps: told.append(steps))
+    reports: list[tuple[int, int]] = []
+    two = settings(parallel_units=2, threads=6)
+    sampled = sample_units(make, UNITS, CPU, two, lambda *steps: reports.append(steps))
     names = [unit.name for unit, _, _ in sampled]
     assert sorted(names) == sorted(unit.name for unit in UNITS)
-    assert seen == {(1, 3), (2, 3)}
+    assert sampler_threads == {(1, 3), (2, 3)}
     # Steps of two units at once would jump to and fro: one sampler's are told
-    assert set(told) == {(1, 10)}
+    assert set(reports) == {(1, 10)}
     assert torch.get_num_threads() == before
 
 
-def test_what_a_thread_raises_is_raised() -> None:
+def test_an_error_of_a_thread_is_raised() -> None:
     def make(device: torch.device) -> Sample:
         def sample(jobs: Sequence[ImageJob]) -> torch.Tensor:
             raise PayloadError(jobs[0].client, "payload", "is bad")
@@ -91,25 +91,25 @@ def test_what_a_thread_raises_is_raised() -> None:
         return sample
 
     with pytest.raises(PayloadError, match="payload of [ab]: payload: is bad"):
-        list(sample_units(make, UNITS, CPU, settings(units_at_once=2)))
+        list(sample_units(make, UNITS, CPU, settings(parallel_units=2)))
 
 
 @pytest.mark.parametrize(("size", "batches"), [(3, [3, 3, 2]), (8, [8]), (50, [8]), (0, [8])])
 def test_a_unit_is_sampled_in_batches(size: int, batches: list[int]) -> None:
-    seen: list[int] = []
+    sizes: list[int] = []
 
     def make(device: torch.device) -> Sample:
         def sample(jobs: Sequence[ImageJob]) -> torch.Tensor:
-            seen.append(len(jobs))
+            sizes.append(len(jobs))
             indices = [job.index for job in jobs]
             return torch.tensor(indices, dtype=torch.uint8).view(-1, 1, 1, 1)
 
         return sample
 
     jobs = plan_images("m", 0, {"a": [0]}, 8)
-    made = images._in_batches(make, size)(CPU)(jobs)
-    assert made.flatten().tolist() == list(range(8))
-    assert seen == batches
+    pixels = images._in_batches(make, size)(CPU)(jobs)
+    assert pixels.flatten().tolist() == list(range(8))
+    assert sizes == batches
 
 
 def test_batches_of_a_unit_are_halves_of_it() -> None:
@@ -122,63 +122,64 @@ def test_units_side_by_side_are_for_small_kits_on_a_cpu(
     tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kit = load_kit(tiny_kit)
-    open_to_choose = settings(units_at_once=0, threads=4)
-    assert engine._units_at_once(kit, open_to_choose) == [1, 4]
-    assert engine._units_at_once(kit, replace(open_to_choose, units_at_once=3)) == [3]
-    for other in ({"threads": 1}, {"workers": 2}, {"attention": "math"}, {"compile": "on"}):
-        assert engine._units_at_once(kit, replace(open_to_choose, **other)) == [1], other
+    open_to_choose = settings(parallel_units=0, threads=4)
+    assert engine._parallel_units(kit, open_to_choose) == [1, 4]
+    assert engine._parallel_units(kit, replace(open_to_choose, parallel_units=3)) == [3]
+    for options in ({"threads": 1}, {"workers": 2}, {"attention": "math"}, {"compile": "on"}):
+        assert engine._parallel_units(kit, replace(open_to_choose, **options)) == [1], options
     on_a_gpu = replace(kit, device=torch.device("cuda"))
-    assert engine._units_at_once(on_a_gpu, open_to_choose) == [1]
+    assert engine._parallel_units(on_a_gpu, open_to_choose) == [1]
     # Four of its models may take a quarter of what is free, and no byte more
     weights = [*kit.unet.parameters(), *kit.vae.parameters(), *kit.text.model.parameters()]
     size = sum(weight.nbytes for weight in weights)
-    for missing, found in ((0, [1, 4]), (1, [1])):
+    for missing, counts in ((0, [1, 4]), (1, [1])):
         memory = SimpleNamespace(available=4 * 4 * size - missing)
         monkeypatch.setattr(psutil, "virtual_memory", lambda memory=memory: memory)
-        assert engine._units_at_once(kit, open_to_choose) == found
+        assert engine._parallel_units(kit, open_to_choose) == counts
 
 
 def test_the_fastest_is_chosen_measured_once_and_remembered(
     tiny_kit: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By seconds that are given. Batches grow as long as that pays."""
-    seen: list[tuple[int, int]] = []
-    given = {(1, 1): 9.0, (1, 2): 5.0, (1, 4): 5.4, (1, 8): 6.0}
-    given |= {(3, 1): 8.0, (3, 2): 4.0, (3, 4): 4.8, (3, 8): 1.0}
+    """Seconds are given. Batches grow as long as that pays."""
+    measurements: list[tuple[int, int]] = []
+    durations = {(1, 1): 9.0, (1, 2): 5.0, (1, 4): 5.4, (1, 8): 6.0}
+    durations |= {(3, 1): 8.0, (3, 2): 4.0, (3, 4): 4.8, (3, 8): 1.0}
 
     def seconds(kit: Kit, batch: int, units: int, threads: int) -> float:
-        seen.append((units, batch))
-        return given[units, batch]
+        measurements.append((units, batch))
+        return durations[units, batch]
 
     monkeypatch.setattr(engine, "_seconds_an_image", seconds)
-    wanted = settings(unit_size=8, batch_size=0, units_at_once=0, threads=3)
+    auto_settings = settings(unit_size=8, batch_size=0, parallel_units=0, threads=3)
     for _ in range(2):
-        found = engine.resolve_auto(str(tiny_kit), CPU, wanted)
-        assert (found.batch_size, found.units_at_once) == (2, 3)
+        choice = engine.resolve_auto(str(tiny_kit), CPU, auto_settings)
+        assert (choice.batch_size, choice.parallel_units) == (2, 3)
     # 5.4 is within a tenth of 5.0, so 8 is tried; 4.8 is not within a tenth of 4.0.
-    assert seen == [(1, 1), (1, 2), (1, 4), (1, 8), (3, 1), (3, 2), (3, 4)]
+    assert measurements == [(1, 1), (1, 2), (1, 4), (1, 8), (3, 1), (3, 2), (3, 4)]
     (home / "cache" / "calibration.json").write_text("{cut")
-    assert engine.resolve_auto(str(tiny_kit), CPU, wanted) == found
-    assert len(seen) == 14
+    assert engine.resolve_auto(str(tiny_kit), CPU, auto_settings) == choice
+    assert len(measurements) == 14
 
 
-def test_what_is_given_is_not_measured(tiny_kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_set_batches_are_not_measured(tiny_kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "_seconds_an_image", lambda *_: pytest.fail("measured"))
-    found = engine.resolve_auto(str(tiny_kit), CPU, settings(batch_size=50, units_at_once=2))
-    assert (found.batch_size, found.units_at_once) == (8, 2)
+    choice = engine.resolve_auto(str(tiny_kit), CPU, settings(batch_size=50, parallel_units=2))
+    assert (choice.batch_size, choice.parallel_units) == (8, 2)
 
 
+@pytest.mark.slow
 def test_a_measurement_is_of_real_passes(
     tiny_kit: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine, "REPEATS", 1)
     before = torch.get_num_threads()
-    wanted = settings(unit_size=2, batch_size=0, units_at_once=0, threads=2)
-    found = engine.resolve_auto(str(tiny_kit), CPU, wanted)
-    ((_, known),) = json.loads((home / "cache" / "calibration.json").read_text()).items()
-    taken = known["seconds an image"]
-    assert all(seconds > 0 for seconds in taken.values())
-    assert f"{found.units_at_once} x {found.batch_size}" == min(taken, key=taken.get)
+    auto_settings = settings(unit_size=2, batch_size=0, parallel_units=0, threads=2)
+    choice = engine.resolve_auto(str(tiny_kit), CPU, auto_settings)
+    ((_, record),) = json.loads((home / "cache" / "calibration.json").read_text()).items()
+    durations = record["seconds an image"]
+    assert all(seconds > 0 for seconds in durations.values())
+    assert f"{choice.parallel_units} x {choice.batch_size}" == min(durations, key=durations.get)
     assert torch.get_num_threads() == before
 
 
@@ -187,23 +188,23 @@ def test_units_are_measured_with_their_share_of_the_cores(
     given: int, units: int, each: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The slowest of them is through after 6 s; without a number of threads, torch's is shared."""
-    seen: list[tuple[int, int]] = []
+    measurements: list[tuple[int, int]] = []
     took = [4.0, 5.0, 6.0][-units:]
     before = torch.get_num_threads()
 
     def seconds(kit: Kit, batch: int) -> float:
-        seen.append((batch, torch.get_num_threads()))
+        measurements.append((batch, torch.get_num_threads()))
         return took.pop()
 
     monkeypatch.setattr(engine, "_seconds", seconds)
     torch.set_num_threads(4)
     try:
-        taken = engine._seconds_an_image(None, 5, units, given)  # type: ignore[arg-type]
+        duration = engine._seconds_an_image(None, 5, units, given)  # type: ignore[arg-type]
         assert torch.get_num_threads() == 4
     finally:
         torch.set_num_threads(before)
-    assert seen == [(10, each)] * units
-    assert taken == 6.0 / (5 * units)
+    assert measurements == [(10, each)] * units
+    assert duration == 6.0 / (5 * units)
 
 
 def test_a_measurement_is_without_cached_features(
@@ -226,7 +227,9 @@ def test_a_measurement_is_without_cached_features(
 def test_a_run_keeps_the_choice_that_it_began_with(
     tiny_kit: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the machine would now choose otherwise, and for images that are still to be made."""
+    """The machine would now choose otherwise; the choice holds for images that are still to be
+    made.
+    """
     config = quick(method="prompts-only", kit=str(tiny_kit), synthesis__batch_size=0)
     sizes: list[int] = []
     chosen: list[SynthesisConfig] = []

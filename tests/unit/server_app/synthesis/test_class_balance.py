@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from osfl.cli.estimate import Client, planned_images
+from osfl.cli.estimate import planned_images
+from osfl.cli.run_clients import Client
 from osfl.config import ConfigError, RunConfig, parse_run_config
 from osfl.payload.kinds import Domain, Payload
 from osfl.run_folder.layout import open_run_folder
@@ -38,7 +39,7 @@ def test_classes_that_all_hold_have_what_they_had() -> None:
     assert counts == {(client, label): 4 for client in "ab" for label in range(3)}
 
 
-def test_nobody_holds_anything() -> None:
+def test_a_federation_without_classes_has_no_counts() -> None:
     assert balanced_counts({}, 4) == {}
     assert balanced_counts({"a": []}, 4) == {}
 
@@ -62,8 +63,8 @@ def payloads() -> dict[str, Payload]:
 
 
 def config_with(**settings: object) -> RunConfig:
-    given = {"method": "feddeo", "num_clients": 3, "synthesis__images_per_class": 5, **settings}
-    return parse_run_config(quick(**given))
+    overrides = {"method": "feddeo", "num_clients": 3, "synthesis__images_per_class": 5, **settings}
+    return parse_run_config(quick(**overrides))
 
 
 def test_a_run_that_asks_for_it_draws_so_many(home: Path) -> None:
@@ -76,8 +77,8 @@ def test_a_run_that_asks_for_it_draws_so_many(home: Path) -> None:
 
 
 def test_methods_plans_are_balanced_too(home: Path) -> None:
-    given = {"class_balance": True, "domain_vector__classes": "held"}
-    job = job_of(home, config_with(method="domain-vector", **given))
+    options = {"class_balance": True, "domain_vector__classes": "held"}
+    job = job_of(home, config_with(method="domain-vector", **options))
     drawn = domain_vector.plan(job, payloads())  # type: ignore[arg-type]
     assert Counter(image.label for image in drawn) == {0: 15, 1: 15, 2: 15}
     job = job_of(home, config_with(class_balance=True))
@@ -100,14 +101,14 @@ def test_a_dry_run_counts_public_domains_beside_them() -> None:
     assert planned_images(config, clients) == 45 + 10 * 5
 
 
-def test_what_draws_nothing_is_refused() -> None:
+def test_a_method_without_images_is_refused() -> None:
     with pytest.raises(
         ConfigError, match="class-balance = true: method 'fedavg' synthesizes no images"
     ):
         config_with(method="fedavg", class_balance=True)
 
 
-def test_what_draws_every_class_for_all_is_refused() -> None:
+def test_a_method_that_synthesizes_every_class_for_all_is_refused() -> None:
     with pytest.raises(
         ConfigError, match="class-balance = true: method 'prompts-only' synthesizes"
     ):

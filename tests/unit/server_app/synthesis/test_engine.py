@@ -1,4 +1,4 @@
-"""How the kit samples: solvers, guidance interval, precision, memory format, calibration."""
+"""The sampling engine: solvers, guidance interval, precision, memory format, calibration."""
 
 import json
 import shutil
@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from osfl.config import ConfigError, SynthesisConfig, parse_run_config
 from osfl.kit.kits import KitError
 from osfl.models.classifiers import build_classifier
+from osfl.models.conditioning import Conditioning
 from osfl.models.diffusion import Attention, Kit, Sampling, load_kit, load_pipeline, new_solver
 from osfl.run_folder.report.metrics import gather
 from osfl.util.devices import uses_checkpointing
@@ -87,14 +88,14 @@ def test_the_guidance_interval_by_hand(tiny_kit: Path, monkeypatch: pytest.Monke
     )
     z = random(2, 4, 8, 8)
     c0 = kit.text([""])
-    one = random(2, *kit.text.shape, seed=1)
-    two = random(2, *kit.text.shape, seed=2)
+    c1 = Conditioning(random(2, *kit.text.shape, seed=1))
+    c2 = Conditioning(random(2, *kit.text.shape, seed=2))
     for t, guided in ((801, False), (800, True), (500, True), (200, True), (199, False)):
         at = torch.tensor(t)
-        e0, e1, e2 = (eps(kit, z, at, c) for c in (c0.expand(2, -1, -1), one, two))
+        e0, e1, e2 = (eps(kit, z, at, c) for c in (c0.expand(2), c1, c2))
         rows.clear()
-        single = compose(kit, z, at, c0, [Condition(one, 3.0)])
-        both = compose(kit, z, at, c0, [Condition(one, 3.0), Condition(two, 1.0)])
+        single = compose(kit, z, at, c0, [Condition(c1, 3.0)])
+        both = compose(kit, z, at, c0, [Condition(c1, 3.0), Condition(c2, 1.0)])
         assert rows == ([4, 6] if guided else [2, 4])
         assert torch.allclose(single, e0 + 3 * (e1 - e0) if guided else e1, atol=1e-5)
         assert torch.allclose(
@@ -115,12 +116,12 @@ def test_a_condition_with_the_scale_one_needs_no_other_branch(
     z = random(2, 4, 8, 8)
     c0 = kit.text([""])
     t = torch.tensor(500)
-    one = Condition(random(2, *kit.text.shape, seed=1), 1.0)
-    two = Condition(random(2, *kit.text.shape, seed=2), 1.0)
-    alone = compose(kit, z, t, c0, [one])
-    assert torch.allclose(alone, eps(kit, z, t, one.c), atol=1e-5)
-    both = compose(kit, z, t, c0, [one, two])
-    e0, e1, e2 = (eps(kit, z, t, c) for c in (c0.expand(2, -1, -1), one.c, two.c))
+    first_condition = Condition(Conditioning(random(2, *kit.text.shape, seed=1)), 1.0)
+    second_condition = Condition(Conditioning(random(2, *kit.text.shape, seed=2)), 1.0)
+    alone = compose(kit, z, t, c0, [first_condition])
+    assert torch.allclose(alone, eps(kit, z, t, first_condition.c), atol=1e-5)
+    both = compose(kit, z, t, c0, [first_condition, second_condition])
+    e0, e1, e2 = (eps(kit, z, t, c) for c in (c0.expand(2), first_condition.c, second_condition.c))
     assert torch.allclose(both, e1 + e2 - e0, atol=1e-5)
     assert rows == [2, 6]
 
@@ -129,12 +130,10 @@ def test_outside_the_interval_an_image_still_conditions(tiny_unclip: Path) -> No
     kit = replace(load_kit(tiny_unclip), sampling=Sampling("ddim", 200, 800))
     z = random(2, 4, 8, 8)
     t = torch.tensor(900)
-    c = random(2, *kit.text.shape, seed=1)
     image = random(2, kit.unet.config.projection_class_embeddings_input_dim, seed=2)
+    c = Conditioning(random(2, *kit.text.shape, seed=1)).with_image(image)
     assert torch.allclose(
-        compose(kit, z, t, kit.text([""]), [Condition(c, 3.0, image)]),
-        kit.eps(z, t, c, image),
-        atol=1e-6,
+        compose(kit, z, t, kit.text([""]), [Condition(c, 3.0)]), kit.eps(z, t, c), atol=1e-6
     )
 
 
@@ -143,10 +142,10 @@ def test_without_guidance_an_interval_changes_nothing(tiny_kit: Path) -> None:
     kit = replace(load_kit(tiny_kit), sampling=Sampling("ddim", 200, 800))
     z = random(2, 4, 8, 8)
     c0 = kit.text([""])
-    nothing = [Condition(random(2, *kit.text.shape, seed=1), 0.0)]
+    nothing = [Condition(Conditioning(random(2, *kit.text.shape, seed=1)), 0.0)]
     for t in (torch.tensor(900), torch.tensor(500)):
         assert torch.allclose(
-            compose(kit, z, t, c0, nothing), kit.eps(z, t, c0.expand(2, -1, -1)), atol=1e-6
+            compose(kit, z, t, c0, nothing), kit.eps(z, t, c0.expand(2)), atol=1e-6
         )
 
 
@@ -154,17 +153,17 @@ def test_sixteen_bits_are_the_networks_alone(
     tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kit = load_engine(str(tiny_kit), CPU, settings(dtype="bfloat16"))
-    seen = []
+    dtypes = []
     forward = kit.unet.forward
     monkeypatch.setattr(
         kit.unet,
         "forward",
-        lambda z, *rest, **named: (seen.append(z.dtype), forward(z, *rest, **named))[1],
+        lambda z, *rest, **named: (dtypes.append(z.dtype), forward(z, *rest, **named))[1],
     )
     z = random(2, 4, 8, 8)
     c = kit.text(["an image of one"] * 2)
     e = kit.eps(z, torch.tensor(500), c)
-    assert (e.dtype, kit.decode(z).dtype, set(seen)) == (
+    assert (e.dtype, kit.decode(z).dtype, set(dtypes)) == (
         torch.float32,
         torch.float32,
         {torch.bfloat16},
@@ -180,39 +179,39 @@ def test_sixteen_bits_are_the_networks_alone(
     assert torch.isfinite(gradient).all()
 
 
+@pytest.mark.slow
 def test_the_faster_is_taken_and_remembered(
     tiny_kit: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a real measurement first.
-
-    Then by seconds that are given, of another batch, so that it is measured again.
+    """A real measurement first. Then given seconds, of another batch, so that it is
+    measured again.
     """
-    wanted = settings(memory_format="auto", unit_size=1)
+    auto_settings = settings(memory_format="auto", unit_size=1)
     measured = []
     seconds = engine._seconds
     monkeypatch.setattr(
         engine, "_seconds", lambda kit, batch: measured.append(batch) or seconds(kit, batch)
     )
-    load_engine(str(tiny_kit), CPU, wanted)
-    load_engine(str(tiny_kit), CPU, wanted)
+    load_engine(str(tiny_kit), CPU, auto_settings)
+    load_engine(str(tiny_kit), CPU, auto_settings)
     assert measured == [2, 2]  # both formats, once
     ((key, first),) = json.loads((home / "cache" / "calibration.json").read_text()).items()
     assert "float32" in key
-    taken = first["seconds a pass"]["memory_format"]
-    assert first["choice"] == {"memory_format": min(taken, key=taken.get)}
-    given = iter([2.0, 1.0])
-    monkeypatch.setattr(engine, "_seconds", lambda kit, batch: next(given))
-    kit = load_engine(str(tiny_kit), CPU, replace(wanted, unit_size=2))
+    durations = first["seconds a pass"]["memory_format"]
+    assert first["choice"] == {"memory_format": min(durations, key=durations.get)}
+    times = iter([2.0, 1.0])
+    monkeypatch.setattr(engine, "_seconds", lambda kit, batch: next(times))
+    kit = load_engine(str(tiny_kit), CPU, replace(auto_settings, unit_size=2))
     for network in (kit.unet, kit.vae.decoder):
         assert network.conv_in.weight.is_contiguous(memory_format=torch.channels_last)
     for name in ("kit_digest", "_device_name"):  # another kit, another card
-        given = iter([2.0, 1.0])
+        times = iter([2.0, 1.0])
         monkeypatch.setattr(engine, name, lambda kit: "another")
-        load_engine(str(tiny_kit), CPU, wanted)
+        load_engine(str(tiny_kit), CPU, auto_settings)
     assert len(json.loads((home / "cache" / "calibration.json").read_text())) == 4
 
 
-def test_what_does_not_fit_into_memory_is_not_taken(
+def test_settings_that_exceed_memory_are_not_chosen(
     tiny_kit: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def seconds(kit: Kit, batch: int) -> float:
@@ -225,7 +224,7 @@ def test_what_does_not_fit_into_memory_is_not_taken(
         assert load_engine(str(tiny_kit), CPU, settings(dtype="auto")).dtype == torch.bfloat16
 
 
-def test_what_a_gpu_lets_choose() -> None:
+def test_a_gpu_has_more_choices() -> None:
     auto = settings(dtype="auto", attention="auto", memory_format="auto", compile="auto")
     options = engine._options(torch.device("cuda"), auto)
     assert options["attention"] == ("default", "flash", "cudnn", "efficient")
@@ -261,29 +260,29 @@ def test_images_are_rounded_not_cut(tiny_kit: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slow
-def test_other_weights_of_a_small_decoder_are_other_images(
+def test_other_weights_of_a_tiny_decoder_are_other_images(
     tiny_kit: Path, home: Path, tmp_path: Path
 ) -> None:
     """In the same folder: a run that goes on makes them anew."""
     units = []
     for seed in (1, 2):
-        file = small_decoder(tmp_path / "small", seed=seed)
-        start(quick(method="fedlmg", kit=str(tiny_kit), synthesis__small_decoder=file))
+        file = tiny_decoder(tmp_path / "small", seed=seed)
+        start(quick(method="fedlmg", kit=str(tiny_kit), synthesis__tiny_decoder=file))
         units.append({unit.name for unit in (home / "runs" / "job" / "units").iterdir()})
     assert not units[0] & units[1]
 
 
 @pytest.mark.slow
 def test_other_settings_of_the_sampling_are_other_images(tiny_kit: Path, home: Path) -> None:
-    """Who samples, and how many at a time, is not among them."""
+    """The number of workers and the batch size are not among them."""
 
     def units(job_id: str, **given: object) -> set[str]:
         start(quick(method="prompts-only", kit=str(tiny_kit), **given), job_id)
         return {unit.name for unit in (home / "runs" / job_id / "units").iterdir()}
 
-    made = units("one")
-    assert units("two", synthesis__checkpointing="on") == made
-    assert not units("three", synthesis__steps=3) & made
+    names = units("one")
+    assert units("two", synthesis__checkpointing="on") == names
+    assert not units("three", synthesis__steps=3) & names
 
 
 def test_every_setting_is_measured_with_what_was_chosen_before(
@@ -293,21 +292,21 @@ def test_every_setting_is_measured_with_what_was_chosen_before(
 
     What is pinned is not measured, and neither is a compilation on a CPU.
     """
-    seen: list[tuple[torch.dtype, bool, bool]] = []
+    measurements: list[tuple[torch.dtype, bool, bool]] = []
 
     def seconds(kit: Kit, batch: int) -> float:
         by_hand = [
             isinstance(processor, Attention) for processor in kit.unet.attn_processors.values()
         ]
         channels_last = kit.unet.conv_in.weight.is_contiguous(memory_format=torch.channels_last)
-        seen.append((kit.dtype, all(by_hand), channels_last))
-        return [2.0, 1.0, 1.0, 2.0, 2.0, 1.0][len(seen) - 1]
+        measurements.append((kit.dtype, all(by_hand), channels_last))
+        return [2.0, 1.0, 1.0, 2.0, 2.0, 1.0][len(measurements) - 1]
 
     monkeypatch.setattr(engine, "_seconds", seconds)
     auto = settings(dtype="auto", attention="auto", memory_format="auto", compile="auto")
     kit = load_engine(str(tiny_kit), CPU, auto)
     half = torch.bfloat16
-    assert seen == [
+    assert measurements == [
         (torch.float32, False, False),
         (half, False, False),
         (half, False, False),
@@ -317,10 +316,10 @@ def test_every_setting_is_measured_with_what_was_chosen_before(
     ]
     assert kit.dtype == half
     assert kit.unet.conv_in.weight.is_contiguous(memory_format=torch.channels_last)
-    seen.clear()
+    measurements.clear()
     load_engine(str(tiny_kit), CPU, replace(auto, dtype="float32", memory_format="contiguous"))
-    assert {(dtype, layout) for dtype, _, layout in seen} == {(torch.float32, False)}
-    assert len(seen) == 2
+    assert {(dtype, layout) for dtype, _, layout in measurements} == {(torch.float32, False)}
+    assert len(measurements) == 2
 
 
 @pytest.mark.parametrize("which", ["flash", "math", "cudnn"])
@@ -331,27 +330,27 @@ def test_the_attention_is_by_the_implementation_that_is_named(tiny_kit: Path, wh
     """
     flash = "aten::_scaled_dot_product_flash_attention_for_cpu"
     plan = plan_images("m", 0, {"a": [0, 3]}, 1)
-    made = []
+    images = []
     for attention in ("default", which):
         kit = load_engine(str(tiny_kit), CPU, settings(attention=attention))
         text = kit.text(["an image of zero", "an image of three"])
-        with torch.profiler.profile() as seen:
+        with torch.profiler.profile() as profile:
             kit.eps(random(2, 4, 8, 8), torch.tensor(500), text)
-        assert (flash in {event.key for event in seen.key_averages()}) == (
+        assert (flash in {event.key for event in profile.key_averages()}) == (
             attention in ("default", "flash")
         )
-        with torch.profiler.profile() as seen:
+        with torch.profiler.profile() as profile:
             kit.decode(random(2, 4, 8, 8))
-        assert flash in {event.key for event in seen.key_averages()}
-        made.append(prompts_only.sample(kit, plan, text, 3.0, 3).int())
-    assert (made[0] - made[1]).abs().max() <= 1
+        assert flash in {event.key for event in profile.key_averages()}
+        images.append(prompts_only.sample(kit, plan, text, 3.0, 3).int())
+    assert (images[0] - images[1]).abs().max() <= 1
 
 
 @pytest.mark.parametrize("which", ["flash", "efficient", "cudnn", "math"])
 def test_the_named_implementation_is_asked_first(
     tiny_kit: Path, monkeypatch: pytest.MonkeyPatch, which: str
 ) -> None:
-    """Of several that a GPU has, torch would take those first that it prefers."""
+    """torch would prefer others of a GPU's several implementations."""
     kit = load_engine(str(tiny_kit), CPU, settings(attention=which))
     orders = []
     attend = F.scaled_dot_product_attention
@@ -366,10 +365,7 @@ def test_the_named_implementation_is_asked_first(
 
 
 def test_attention_and_checkpointing_go_together(tiny_kit: Path) -> None:
-    """What is computed again is computed by the same implementation.
-
-    The same gradient to the bit.
-    """
+    """Recomputation has the same implementation. The same gradient to the bit."""
     gradients = []
     for checkpointing in ("off", "on"):
         kit = load_engine(
@@ -386,15 +382,15 @@ def test_attention_and_checkpointing_go_together(tiny_kit: Path) -> None:
 
 def test_a_memory_format_changes_no_image(tiny_kit: Path) -> None:
     plan = plan_images("m", 0, {"a": [0, 3]}, 1)
-    made = []
+    images = []
     for layout in ("contiguous", "channels-last"):
         kit = load_engine(str(tiny_kit), CPU, settings(memory_format=layout))
-        made.append(
+        images.append(
             prompts_only.sample(
                 kit, plan, kit.text(["an image of zero", "an image of three"]), 3.0, 3
             ).int()
         )
-    assert (made[0] - made[1]).abs().max() <= 1
+    assert (images[0] - images[1]).abs().max() <= 1
 
 
 def test_compilation_is_of_the_unet(tiny_kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -421,10 +417,10 @@ def test_cached_features_are_computed_at_every_other_step(tiny_kit: Path) -> Non
     calls = []
     called(kit.unet.mid_block.resnets[0], calls)
     z = random(2, 4, 8, 8)
-    c = random(2, *kit.text.shape, seed=1)
+    c = Conditioning(random(2, *kit.text.shape, seed=1))
 
     # t, rows of the batch, whether all is computed
-    for t, rows, whole in (
+    for t, rows, full_pass in (
         (900, 2, True),
         (850, 2, False),
         (800, 2, True),
@@ -434,20 +430,20 @@ def test_cached_features_are_computed_at_every_other_step(tiny_kit: Path) -> Non
     ):
         calls.clear()
         ours, theirs = (k.eps(z[:rows], torch.tensor(t), c[:rows]) for k in (kit, exact))
-        assert (len(calls) == 1) == torch.equal(ours, theirs) == whole, t
+        assert (len(calls) == 1) == torch.equal(ours, theirs) == full_pass, t
     # by hand: the exact UNet with its inner blocks' outputs of t = 900 gives what the second pass
     # gave
     inner = [*exact.unet.down_blocks[1:], exact.unet.mid_block, *exact.unet.up_blocks[:-1]]
-    kept: dict[int, object] = {}
+    outputs: dict[int, object] = {}
     hooks = [
-        block.register_forward_hook(lambda _, args, out, i=i: kept.update({i: out}))
+        block.register_forward_hook(lambda _, args, out, i=i: outputs.update({i: out}))
         for i, block in enumerate(inner)
     ]
     exact.eps(z, torch.tensor(900), c)
     for hook in hooks:
         hook.remove()
     for i, block in enumerate(inner):
-        block.register_forward_hook(lambda _, args, out, i=i: kept[i])
+        block.register_forward_hook(lambda _, args, out, i=i: outputs[i])
     assert torch.equal(ours, exact.eps(z, torch.tensor(850), c))
 
 
@@ -455,13 +451,13 @@ def test_cached_features_do_not_go_from_unit_to_unit(tiny_kit: Path) -> None:
     kit = load_engine(str(tiny_kit), CPU, settings(cache_interval=3))
     prompts = kit.text(["an image of zero", "an image of three"])
     plan = plan_images("m", 0, {"a": [0, 3], "b": [0, 3]}, 1)
-    made = [
+    images = [
         prompts_only.sample(kit, jobs, prompts, 3.0, 5) for jobs in (plan[2:], plan[:2], plan[2:])
     ]
-    assert torch.equal(made[0], made[2])
+    assert torch.equal(images[0], images[2])
 
 
-def small_decoder(folder: Path, channels: int = 4, blocks: int = 3, seed: int = 0) -> str:
+def tiny_decoder(folder: Path, channels: int = 4, blocks: int = 3, seed: int = 0) -> str:
     """TAESD's format, untrained; each block but the last doubles the size."""
     from diffusers import AutoencoderTiny
 
@@ -479,27 +475,29 @@ def small_decoder(folder: Path, channels: int = 4, blocks: int = 3, seed: int = 
     return str(folder)
 
 
-def test_a_small_decoder_guides_and_draws_nothing(tiny_kit: Path, tmp_path: Path) -> None:
+def test_a_tiny_decoder_guides_and_draws_nothing(tiny_kit: Path, tmp_path: Path) -> None:
     """The classifier sees what the small decoder makes, once a step; D makes the images, once."""
-    file = small_decoder(tmp_path / "small")
+    file = tiny_decoder(tmp_path / "small")
     config = parse_run_config(quick(method="fedlmg"))
     teachers = {"a": as_teacher(build_classifier("resnet18", 10, small_stem=True))}
     plan = plan_images("m", 0, {"a": [0, 3]}, 1)
-    made = []
+    images = []
     for source in ("", file):
-        kit = load_engine(str(tiny_kit), CPU, settings(small_decoder=source))
+        kit = load_engine(str(tiny_kit), CPU, settings(tiny_decoder=source))
         small = []
         large = []
         called(kit.vae.decoder, large)
-        if kit.small_decoder is not None:
-            called(kit.small_decoder.decoder, small)
-        made.append(fedlmg.sample(kit, plan, kit.text(["x"] * 10), teachers, config.fedlmg, 3, 32))
+        if kit.tiny_decoder is not None:
+            called(kit.tiny_decoder.decoder, small)
+        images.append(
+            fedlmg.sample(kit, plan, kit.text(["x"] * 10), teachers, config.fedlmg, 3, 32)
+        )
         assert (len(small), len(large)) == ((3, 1) if source else (0, 4))
-    assert not torch.equal(*made)
+    assert not torch.equal(*images)
     shutil.copytree(tiny_kit, tmp_path / "kit")
-    shutil.copytree(file, tmp_path / "kit" / "small_decoder")
+    shutil.copytree(file, tmp_path / "kit" / "tiny_decoder")
     assert (
-        load_engine(str(tmp_path / "kit"), CPU, settings(small_decoder="kit")).small_decoder
+        load_engine(str(tmp_path / "kit"), CPU, settings(tiny_decoder="kit")).tiny_decoder
         is not None
     )
 
@@ -512,29 +510,30 @@ def test_a_small_decoder_guides_and_draws_nothing(tiny_kit: Path, tmp_path: Path
         ({}, "lacks config.json"),
     ],
 )
-def test_a_small_decoder_of_another_kit_is_refused(
+def test_a_tiny_decoder_of_another_kit_is_refused(
     tiny_kit: Path, tmp_path: Path, wrong: dict, message: str
 ) -> None:
-    source = small_decoder(tmp_path / "small", **wrong) if wrong else str(tmp_path)
+    source = tiny_decoder(tmp_path / "small", **wrong) if wrong else str(tmp_path)
     with pytest.raises(KitError, match=message):
-        load_engine(str(tiny_kit), CPU, settings(small_decoder=source))
+        load_engine(str(tiny_kit), CPU, settings(tiny_decoder=source))
 
 
-def test_who_asks_for_a_small_decoder_that_is_not_there_hears_it_before_the_clients_work(
+def test_a_missing_tiny_autoencoder_is_reported_before_the_clients_work(
     tiny_kit: Path,
 ) -> None:
-    for source, message in (("kit", "lacks small_decoder"), ("/nowhere", "no such folder")):
+    for source, message in (("kit", "lacks tiny_decoder"), ("/nowhere", "no such folder")):
         with pytest.raises(KitError, match=message):
             check_server(
                 parse_run_config(
-                    quick(kit=str(tiny_kit), method="fedlmg", synthesis__small_decoder=source)
+                    quick(kit=str(tiny_kit), method="fedlmg", synthesis__tiny_decoder=source)
                 )
             )
 
 
+@pytest.mark.slow
 def test_checkpointing_computes_again_and_changes_nothing(tiny_kit: Path) -> None:
     config = parse_run_config(quick(method="fedlmg"))
-    made = []
+    images = []
     passes = []
     teachers = {"a": as_teacher(build_classifier("resnet18", 10, small_stem=True))}
     plan = plan_images("m", 0, {"a": [0, 3]}, 1)
@@ -546,9 +545,11 @@ def test_checkpointing_computes_again_and_changes_nothing(tiny_kit: Path) -> Non
             called(kit.unet.down_blocks[1].resnets[0], unet),
             called(kit.vae.decoder.mid_block.resnets[0], vae),
         )
-        made.append(fedlmg.sample(kit, plan, kit.text(["x"] * 10), teachers, config.fedlmg, 3, 32))
+        images.append(
+            fedlmg.sample(kit, plan, kit.text(["x"] * 10), teachers, config.fedlmg, 3, 32)
+        )
         passes.append((len(unet), len(vae)))
-    assert torch.equal(made[0], made[1])
+    assert torch.equal(images[0], images[1])
     assert passes[0] == passes[2] == (3, 4)
     assert passes[1] == (6, 7)
 
@@ -582,7 +583,7 @@ def test_checkpointing_computes_again_and_changes_nothing(tiny_kit: Path) -> Non
         ),
     ],
 )
-def test_what_does_not_go_together_is_refused(given: dict, message: str) -> None:
+def test_incompatible_settings_are_refused(given: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_run_config(quick(**given))
 
@@ -591,7 +592,7 @@ def test_the_report_says_what_is_approximate(tmp_path: Path) -> None:
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "FT.json").write_text(json.dumps({"a": [[3, 1], [0, 4]]}))
     base = {"method": "fedlmg", "seed": 0}
-    for more, expected in (
+    for overrides, expected in (
         (
             {
                 "synthesis.solver": "ddim",
@@ -605,7 +606,7 @@ def test_the_report_says_what_is_approximate(tmp_path: Path) -> None:
         ({"synthesis.guided-to": 800}, ["guidance only at timesteps 0 to 800"]),
         ({"fedlmg.gradient": "x0"}, ["the classifier's gradient at x0"]),
         ({"synthesis.cache-interval": 3}, ["the UNet's inner blocks in one of 3 steps"]),
-        ({"synthesis.small-decoder": "kit"}, ["guidance through a tiny decoder"]),
+        ({"synthesis.tiny-decoder": "kit"}, ["guidance through a tiny decoder"]),
     ):
-        (tmp_path / "config.json").write_text(json.dumps({**base, **more}))
+        (tmp_path / "config.json").write_text(json.dumps({**base, **overrides}))
         assert gather(tmp_path)["approximations"] == expected

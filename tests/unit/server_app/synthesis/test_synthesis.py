@@ -12,7 +12,7 @@ from torch import nn
 from osfl.config import parse_run_config
 from osfl.models.classifiers import compute_logits, new_classifier
 from osfl.models.diffusion import load_kit
-from osfl.models.training import fit
+from osfl.models.training import ExtraLoss, fit
 from osfl.payload.wire import PayloadError
 from osfl.run_folder.layout import open_run_folder
 from osfl.run_folder.status import Status
@@ -54,7 +54,7 @@ def test_one_number_of_the_image_that_is_not_finite_is_enough() -> None:
 
 
 def test_one_probability_that_is_not_finite_is_enough() -> None:
-    """Of a teacher, on one of the images."""
+    """A teacher's probability, on one of the images."""
     weight = torch.zeros(2, 3 * 4)
     pixels = torch.zeros(2, 3, 2, 2, dtype=torch.uint8)
     pixels[1] = 255
@@ -67,8 +67,8 @@ def test_one_probability_that_is_not_finite_is_enough() -> None:
 
 def test_pixels_are_the_papers_range_rounded() -> None:
     values = torch.tensor([-2.0, -1.0, 0.0, 0.5, 1.0, 3.0])
-    made = to_images(decoding(values.view(1, 1, 1, 6).expand(1, 3, 1, 6)), torch.zeros(1, 4, 1, 1))  # type: ignore[arg-type]
-    assert made[0, 0, 0].tolist() == [0, 0, 128, 191, 255, 255]
+    batch = to_images(decoding(values.view(1, 1, 1, 6).expand(1, 3, 1, 6)), torch.zeros(1, 4, 1, 1))  # type: ignore[arg-type]
+    assert batch[0, 0, 0].tolist() == [0, 0, 128, 191, 255, 255]
 
 
 # ---- Who gets which unit ----
@@ -89,39 +89,42 @@ def given_to(
 ) -> list[list[Unit]]:
     deaths = {unit.name: 1 for unit in deadly}
     _hand_out(deque(waiting), held, {unit.name: unit for unit in still_open}, deaths)
-    return [[unit for _, unit in given] for given in held.values()]
+    return [[unit for _, unit in queue] for queue in held.values()]
 
 
-def test_who_has_one_waits_until_all_have() -> None:
-    held = {Actor(): [("ref", UNITS[0])], Actor(): [], Actor(): []}
-    assert given_to(held, UNITS[1:], UNITS) == [[UNITS[0], UNITS[3]], [UNITS[1]], [UNITS[2]]]
+def test_an_actor_with_a_unit_waits_until_all_have_one() -> None:
+    queues = {Actor(): [("ref", UNITS[0])], Actor(): [], Actor(): []}
+    assert given_to(queues, UNITS[1:], UNITS) == [[UNITS[0], UNITS[3]], [UNITS[1]], [UNITS[2]]]
 
 
 def test_an_idle_actor_repeats_what_the_fewest_have() -> None:
     first, second = UNITS[:2]
-    held = {
+    queues = {
         Actor(): [("ref", first)],
         Actor(): [("ref", first)],
         Actor(): [("ref", second)],
         Actor(): [],
         Actor(): [],
     }
-    made = given_to(held, [], [first, second])
-    assert made == [[first], [first], [second], [second], []]  # twice at most
+    assignments = given_to(queues, [], [first, second])
+    assert assignments == [[first], [first], [second], [second], []]  # twice at most
 
 
 def test_a_unit_at_which_an_actor_died_is_given_alone() -> None:
-    """Its result may be lost because the next unit killed the actor: then that one is found."""
+    """The result may be lost because the next unit killed the actor: then that one is found."""
     first, second, third = UNITS[:3]
-    made = given_to({Actor(): [], Actor(): []}, [first, second, third], UNITS, (first,))
-    assert made == [[first], [second, third]]
+    assignments = given_to({Actor(): [], Actor(): []}, [first, second, third], UNITS, (first,))
+    assert assignments == [[first], [second, third]]
     assert given_to({Actor(): []}, [first, second], UNITS, (second,)) == [[first]]
 
 
-def test_what_is_done_is_not_given_out_again() -> None:
-    done, left = UNITS[:2]
-    assert given_to({Actor(): []}, [done, left], [left]) == [[left]]
-    assert given_to({Actor(): [("ref", done)], Actor(): []}, [], []) == [[done], []]
+def test_a_finished_unit_is_not_given_out_again() -> None:
+    finished_unit, open_unit = UNITS[:2]
+    assert given_to({Actor(): []}, [finished_unit, open_unit], [open_unit]) == [[open_unit]]
+    assert given_to({Actor(): [("ref", finished_unit)], Actor(): []}, [], []) == [
+        [finished_unit],
+        [],
+    ]
 
 
 # ---- What a global model is trained on ----
@@ -149,7 +152,7 @@ def test_a_global_model_is_the_settings_the_seeds_and_the_teachers(job: ServerJo
     settings = job.config.global_model
     seed = job.config.seed
     for name, target, weight in (("FT", None, 0.0), ("MD", teacher, 3.0)):
-        made = train_global(job, name, pixels, labels, target, weight)
+        classifier = train_global(job, name, pixels, labels, target, weight)
         expected = new_classifier(settings, 10, job.init_kit, seed)
         fit(
             expected,
@@ -158,12 +161,14 @@ def test_a_global_model_is_the_settings_the_seeds_and_the_teachers(job: ServerJo
             settings,
             seed,
             CPU,
-            teacher=target,
-            distillation_weight=weight,
+            extra=ExtraLoss(target, weight),
         )
-        assert torch.equal(outputs(made.model), outputs(expected))
-        assert not made.model.training
-        assert (made.architecture, made.small_stem) == (settings.architecture, settings.small_stem)
+        assert torch.equal(outputs(classifier.model), outputs(expected))
+        assert not classifier.model.training
+        assert (classifier.architecture, classifier.small_stem) == (
+            settings.architecture,
+            settings.small_stem,
+        )
 
 
 def test_a_global_model_is_kept_for_the_same_images_labels_and_teachers(
@@ -178,10 +183,10 @@ def test_a_global_model_is_kept_for_the_same_images_labels_and_teachers(
     assert torch.equal(outputs(first.model), outputs(again.model))
     assert not again.model.training
     assert trained == []
-    other = pixels.clone()
-    other[5, 2, 15, 15] += 1
+    other_pixels = pixels.clone()
+    other_pixels[5, 2, 15, 15] += 1
     for changed in (
-        (other, labels, teacher),
+        (other_pixels, labels, teacher),
         (pixels, labels.flip(0), teacher),
         (pixels, labels, None),
     ):
@@ -198,9 +203,9 @@ def test_a_class_that_no_teacher_holds_gets_nothing() -> None:
             return torch.zeros(len(images), 4)
 
     teachers = {"a": Even(), "b": Even()}
-    held = {"a": [0, 1], "b": [1]}
-    made = mean_teacher(teachers, held, pictures()[0], CPU, plain=False)
-    assert torch.allclose(made, torch.tensor([0.5, 0.5, 0.0, 0.0]).expand(6, 4))
+    classes = {"a": [0, 1], "b": [1]}
+    probabilities = mean_teacher(teachers, classes, pictures()[0], CPU, plain=False)
+    assert torch.allclose(probabilities, torch.tensor([0.5, 0.5, 0.0, 0.0]).expand(6, 4))
 
 
 # ---- What is measured once ----
@@ -243,5 +248,5 @@ def test_other_words_in_prompts_are_other_units(home: Path, tiny_kit: Path) -> N
         folder = open_run_folder(config, f"job-{number}", 0)
         shaping.append(_shaping(ServerJob(config, folder, Status(folder.path), ("a",))))
     assert "words" not in shaping[0]
-    assert [about["words"] for about in shaping[1:]] == ["zero=nothing", "zero=nil"]
+    assert [entry["words"] for entry in shaping[1:]] == ["zero=nothing", "zero=nil"]
     assert {**shaping[0], "words": "zero=nil"} == shaping[2]

@@ -1,4 +1,4 @@
-"""What is sampled together.
+"""Units: what is sampled together.
 
 Units that stand for ever, and units that mix the classes for their statistics.
 """
@@ -18,6 +18,7 @@ from osfl.models.diffusion import Kit
 from osfl.payload.kinds import Classifier
 from osfl.run_folder.layout import open_run_folder
 from osfl.run_folder.status import Status
+from server_app import distillation
 from server_app.context import ServerJob
 from server_app.methods import fedlmg
 from server_app.synthesis.guidance import as_teacher, classifier_loss
@@ -34,13 +35,13 @@ SAMPLED = (
 
 def test_units_and_seeds_are_fixed_for_ever() -> None:
     """A change here makes every committed image of every run anew."""
-    told = []
+    records = []
     for method in SAMPLED:
         plan = plan_images(method, 5, HELD, 6)
         units = cut_units(plan, 8, {"a": "x", "b": "y"}, {"steps": 20, "method": method})
         seeds = [job.noise_seed for unit in units for job in unit.jobs]
-        told.append([method, [unit.name for unit in units], seeds])
-    digest = hashlib.sha256(json.dumps(told).encode()).hexdigest()
+        records.append([method, [unit.name for unit in units], seeds])
+    digest = hashlib.sha256(json.dumps(records).encode()).hexdigest()
     assert digest == "253c1aa856db8d25fc115568980c85973c900fd67329088df2918776b680321e"
 
 
@@ -76,14 +77,14 @@ def test_statistics_of_a_mixed_unit_are_the_datas() -> None:
     plan = plan_images("fedlmg", 0, {"a": range(10)}, 10)
 
     def losses(jobs: list[ImageJob]) -> list[float]:
-        found = []
+        unit_losses = []
         for unit in cut_units(jobs, 10, {}, {}):
             labels = torch.tensor([job.label for job in unit.jobs])
             pictures = shades[labels].view(-1, 1, 1, 1).expand(-1, 3, 1, 2)
             zeros = torch.zeros_like(labels)
             loss = classifier_loss(as_teacher(model), pictures, zeros, 0.0, 1.0, None, "unit")
-            found.append(loss[0].item())
-        return found
+            unit_losses.append(loss[0].item())
+        return unit_losses
 
     assert min(losses(plan)) > 1
     assert max(losses(mix_classes(plan))) == pytest.approx(0, abs=1e-3)
@@ -113,12 +114,12 @@ def test_fedlmg_mixes_the_classes_of_its_units_for_their_statistics_alone(
     folder = open_run_folder(config, "job", 0)
     job = ServerJob(config, folder, Status(folder.path), ("a",))
     model = classifiers.build_classifier("shufflenet_v2_x1_0", 10, small_stem=True)
-    held = ("one", "four", "six", "nine")
-    payloads = {"a": Classifier(held, "shufflenet_v2_x1_0", model.state_dict())}
+    names = ("one", "four", "six", "nine")
+    payloads = {"a": Classifier(names, "shufflenet_v2_x1_0", model.state_dict())}
     units: list[list[int]] = []
     trained: list[list[int]] = []
     monkeypatch.setattr(
-        fedlmg,
+        distillation,
         "train_global",
         lambda job, name, pixels, labels, *rest: trained.append(labels.tolist()),
     )
@@ -129,8 +130,8 @@ def test_fedlmg_mixes_the_classes_of_its_units_for_their_statistics_alone(
 
     for _ in range(2):
         fedlmg.run_guided(job, payloads, config.fedlmg, paint)
-    wanted = [[1, 4, 6, 9]] * 2 if statistics == "unit" else [[1, 1, 4, 4], [6, 6, 9, 9]]
-    assert units == wanted
-    assert trained == [wanted[0] + wanted[1]] * 2
+    expected = [[1, 4, 6, 9]] * 2 if statistics == "unit" else [[1, 1, 4, 4], [6, 6, 9, 9]]
+    assert units == expected
+    assert trained == [expected[0] + expected[1]] * 2
     lines = (folder.path / "manifest.jsonl").read_text().splitlines()
     assert [CLASSES.index(json.loads(line)["class"]) for line in lines] == trained[0]

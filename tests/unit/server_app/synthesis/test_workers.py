@@ -66,17 +66,19 @@ def that(act: Callable[[Sequence[ImageJob]], None]) -> MakeSampler:
 
 
 def test_models_are_loaded_with_the_threads_that_sample() -> None:
-    """What is faster, which `auto` measures while they are loaded, depends on it."""
-    seen = []
+    """The choice of `auto`, measured while models are loaded, depends on them."""
+    thread_counts = []
     before = torch.get_num_threads()
 
     def make(device: torch.device) -> Sample:
-        seen.append(torch.get_num_threads())
-        return lambda jobs: seen.append(torch.get_num_threads()) or torch.zeros(len(jobs), 3, 4, 4)
+        thread_counts.append(torch.get_num_threads())
+        return lambda jobs: (
+            thread_counts.append(torch.get_num_threads()) or torch.zeros(len(jobs), 3, 4, 4)
+        )
 
     three = replace(workers(0), threads=3)
     list(sample_units(make, UNITS[:1], CPU, three))
-    assert (seen, torch.get_num_threads()) == ([3, 3], before)
+    assert (thread_counts, torch.get_num_threads()) == ([3, 3], before)
 
 
 def names_of_sampled(make_sampler: MakeSampler, settings: SynthesisConfig) -> list[str]:
@@ -91,7 +93,7 @@ def test_images_do_not_depend_on_who_samples_them(home: Path, tiny_kit: Path) ->
     """With classifier guidance, whose gradients differ in the last bit where another number of
     threads adds them up.
     """
-    made = {}
+    image_files = {}
     for count in (0, 2, 3):
         start(
             quick(
@@ -99,8 +101,8 @@ def test_images_do_not_depend_on_who_samples_them(home: Path, tiny_kit: Path) ->
             ),
             f"by-{count}",
         )
-        made[count] = files(home / "runs" / f"by-{count}", "images", "manifest.jsonl")
-    assert made[0] == made[2] == made[3]
+        image_files[count] = files(home / "runs" / f"by-{count}", "images", "manifest.jsonl")
+    assert image_files[0] == image_files[2] == image_files[3]
     assert len((home / "runs" / "by-3" / "manifest.jsonl").read_text().splitlines()) == 20
     units = files(home / "runs" / "by-0", "units")
     goes_on = {"workers": 5, "threads": 1, "checkpointing": "on"}  # and has all
@@ -201,7 +203,7 @@ def test_an_actor_that_ray_ends_or_loses_is_replaced(
     )
 
 
-def test_nobody_waits_for_a_slow_worker(tmp_path: Path) -> None:
+def test_no_worker_waits_for_a_slow_one(tmp_path: Path) -> None:
     """One of two takes 200 s for its first.
 
     The other does its work too, and each unit is there once.
@@ -270,8 +272,11 @@ def test_another_cluster_than_the_simulations_is_refused() -> None:
         )
 
 
-def test_every_worker_has_a_gpu_of_its_own() -> None:
-    """Ray believes in two; a worker tells the device that it was given and which of them it has."""
+def test_every_worker_has_a_gpu_of_its_own(tmp_path: Path) -> None:
+    """Ray believes in two; each worker touches a file named after its device and its GPU.
+
+    A worker waits for the other: one that starts late would find every unit sampled.
+    """
     ray.shutdown()
     try:
         ray.init(
@@ -279,18 +284,19 @@ def test_every_worker_has_a_gpu_of_its_own() -> None:
         )
 
         def make(device: torch.device) -> Sample:
-            told = torch.tensor(
-                [device.type == "cuda", *map(int, ray.get_gpu_ids())], dtype=torch.uint8
-            )
+            gpus = "-".join(map(str, ray.get_gpu_ids()))
+            (tmp_path / f"{device.type}-{gpus}").touch()
 
             def sample(jobs: Sequence[ImageJob]) -> torch.Tensor:
-                time.sleep(1)
-                return told.expand(len(jobs), -1)
+                deadline = time.monotonic() + 120
+                while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < deadline:
+                    time.sleep(0.1)
+                return torch.zeros(len(jobs), 3, 4, 4, dtype=torch.uint8)
 
             return sample
 
-        sampled = sample_units(make, UNITS[:8], torch.device("cuda"), workers(2))
-        assert {tuple(told[0].tolist()) for _, told, _ in sampled} == {(1, 0), (1, 1)}
+        list(sample_units(make, UNITS[:8], torch.device("cuda"), workers(2)))
+        assert {file.name for file in tmp_path.iterdir()} == {"cuda-0", "cuda-1"}
     finally:
         ray.shutdown()
         ray.init(
@@ -299,7 +305,7 @@ def test_every_worker_has_a_gpu_of_its_own() -> None:
 
 
 def is_worker(process: psutil.Process) -> bool:
-    """Of the cluster that these tests began."""
+    """Return whether a process belongs to the cluster that these tests began."""
     try:
         ours = any(parent.pid == os.getpid() for parent in process.parents())
     except psutil.Error:
@@ -328,16 +334,16 @@ def test_actors_end_with_the_sampling() -> None:
 
 
 def test_everybody_has_a_unit_before_anybody_has_two() -> None:
-    given: list[tuple[str, tuple[ImageJob, ...]]] = []
+    assignments: list[tuple[str, tuple[ImageJob, ...]]] = []
 
     class Actor:
         def __init__(self, name: str):
             self.sample = self
-            self.remote = lambda jobs: given.append((name, jobs))
+            self.remote = lambda jobs: assignments.append((name, jobs))
 
-    held: dict = {Actor("one"): [], Actor("two"): []}
-    _hand_out(deque(UNITS[:3]), held, {unit.name: unit for unit in UNITS[:3]}, {})
-    assert given == [("one", UNITS[0].jobs), ("two", UNITS[1].jobs), ("one", UNITS[2].jobs)]
+    queues: dict = {Actor("one"): [], Actor("two"): []}
+    _hand_out(deque(UNITS[:3]), queues, {unit.name: unit for unit in UNITS[:3]}, {})
+    assert assignments == [("one", UNITS[0].jobs), ("two", UNITS[1].jobs), ("one", UNITS[2].jobs)]
 
 
 def test_a_cluster_that_is_not_there_is_named() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from osfl.cli.guard import end_process_tree, end_run_processes, main, start_guard
+from osfl.launch.guard import end_process_tree, end_run_processes, main, start_guard
 
 # A process with a child, which says so, and ends or goes on
 PARENT = """
@@ -38,17 +38,20 @@ def test_a_process_its_children_and_a_folder_go_when_the_input_ends(
     monkeypatch.chdir(tmp_path)
     scratch = tmp_path / "scratch"
     (scratch / "home").mkdir(parents=True)
-    with begin(scratch, 100) as guarded, begin(tmp_path / "other", 100) as other:
+    with begin(scratch, 100) as guarded, begin(tmp_path / "other", 100) as second_process:
         assert guarded.stdout is not None
         child = psutil.Process(int(guarded.stdout.readline()))
         guard = start_guard(str(scratch))
         with pytest.raises(subprocess.TimeoutExpired):
             guard.wait(2)
         assert guarded.poll() is None
-        guard.communicate(timeout=30)
-        assert guarded.wait(10) != 0
-        assert other.poll() is None
-        end_process_tree(other.pid)
+        assert guard.stdin is not None
+        guard.stdin.close()
+        # An ended process is there until its parent has waited for it
+        assert guarded.wait(30) != 0
+        assert guard.wait(30) == 0
+        assert second_process.poll() is None
+        end_process_tree(second_process.pid)
     child.wait(10)
     assert not scratch.exists()
 

@@ -1,0 +1,209 @@
+"""Start Flower's commands by a fork, which saves each the CPU-seconds in which libraries load.
+
+Flower starts a process for each message to a client, and a small federation spends most of its time
+on their imports. System tests put commands of the same names before Flower's own. They pass their
+arguments, environment, folder and open files to a server that has imported everything, and wait for
+the server's fork: signals go to the fork, and its exit code comes back. The fork is killed when the
+command is, so that a test may kill either.
+"""
+
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from functools import cache
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import NoReturn
+
+import psutil
+
+from osfl.launch.flower import MALLOC_SETTINGS, flower_environment
+
+COMMANDS = (
+    *("flower-superexec", "flower-superlink", "flower-supernode"),
+    *("flwr", "flwr-clientapp", "flwr-serverapp"),
+)
+PYTHON = sys.executable
+BIN = Path(PYTHON).parent
+# Read when a process starts or imports a library; Flower's own command serves other values
+IMPORT_SETTINGS = (
+    *("PYTHONPATH", "OMP_NUM_THREADS", "HF_HOME", "HF_HUB_OFFLINE", "TERM", "COLUMNS"),
+    *MALLOC_SETTINGS,
+)
+# In the server's folder, for each command that runs a file with its fork's process id
+FORKS = "forks"
+# Without site-packages and what else takes time to import
+SCRIPT = """#!{python} -IS
+import os, signal, socket, sys
+settings = {settings!r}
+if {{key: os.environ.get(key) for key in settings}} != settings:
+    os.execv({original!r}, [{original!r}, *sys.argv[1:]])
+import json
+request = {{"argv": sys.argv, "environment": dict(os.environ), "folder": os.getcwd()}}
+line = socket.socket(socket.AF_UNIX)
+line.connect({address!r})
+socket.send_fds(line, [b"0"], [0, 1, 2])
+file = line.makefile("rw")
+print(json.dumps(request), file=file, flush=True)
+fork = int(file.readline())
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+    signal.signal(number, lambda number, _: os.kill(fork, number))
+code = int(file.readline())
+if code < 0:
+    # End by the same signal
+    if code != -signal.SIGKILL:
+        signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+sys.exit(code)
+"""
+
+
+@cache
+def start_fork_server(**settings: str) -> tuple[Path, subprocess.Popen]:
+    """Start a server; return the folder with its commands, and the server.
+
+    It ends when this process does, which closes its standard input.
+
+    Args:
+        settings: what differs from `flower_environment`.
+    """
+    environment = flower_environment() | settings
+    folder = Path(tempfile.mkdtemp(prefix="osfl-fork-"))
+    address = str(folder / "socket")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen(64)
+        server = subprocess.Popen(
+            [PYTHON, "-P", __file__, str(listener.fileno())],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.PIPE,
+            pass_fds=[listener.fileno()],
+            start_new_session=True,
+        )
+    (folder / FORKS).mkdir()
+    (folder / "bin").mkdir()
+    for name in COMMANDS:
+        script = SCRIPT.format(
+            python=PYTHON,
+            settings={key: environment.get(key) for key in IMPORT_SETTINGS},
+            original=str(BIN / name),
+            address=address,
+        )
+        command = folder / "bin" / name
+        command.write_text(script)
+        command.chmod(0o700)
+    return folder / "bin", server
+
+
+def worker_of(process: psutil.Process) -> psutil.Process:
+    """Return a command's fork, or else the process itself."""
+    folders = [Path(word).parent.parent / FORKS for word in process.cmdline()[2:3]]
+    with suppress(OSError, IndexError):
+        return psutil.Process(int(os.readlink(folders[0] / str(process.pid))))
+    return process
+
+
+def descendants(process: psutil.Process) -> Iterator[tuple[psutil.Process, psutil.Process]]:
+    """Yield the processes that a process has started, and the worker of each."""
+    with suppress(psutil.NoSuchProcess):
+        for child in worker_of(process).children():
+            with suppress(psutil.NoSuchProcess):
+                yield child, worker_of(child)
+                yield from descendants(child)
+
+
+def workers_of(process: psutil.Process) -> list[psutil.Process]:
+    """Return a process and all that it has started, with forks in place of their commands."""
+    with suppress(psutil.NoSuchProcess):
+        return [worker_of(process), *(worker for _, worker in descendants(process))]
+    return []
+
+
+def serve(listener: socket.socket) -> None:
+    """Fork for each command until the process that began the server has ended."""
+    # Once for all forks
+    import diffusers
+    import torchvision  # noqa: F401
+
+    _ = diffusers.StableDiffusionPipeline
+
+    mains = {name: entry_points(group="console_scripts")[name].load() for name in COMMANDS}
+    ended, wakeup = os.pipe2(os.O_NONBLOCK)
+    signal.set_wakeup_fd(wakeup)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    lines: dict[int, socket.socket] = {}
+    while True:
+        ready, _, _ = select.select([listener, sys.stdin, ended], [], [])
+        if sys.stdin in ready:
+            return
+        if ended in ready:
+            os.read(ended, 1024)
+            _report_ends(lines)
+        if listener in ready:
+            line, _ = listener.accept()
+            fork = os.fork()
+            if not fork:
+                listener.close()
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                become_command(line, mains)
+            peer = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+            command, _, _ = struct.unpack("3i", peer)
+            # A link is never half written
+            os.symlink(str(fork), Path(FORKS) / str(command))
+            _send(line, fork)
+            lines[fork] = line
+
+
+def _report_ends(lines: dict[int, socket.socket]) -> None:
+    """Send the exit code of each fork that has ended to its command."""
+    while lines:
+        fork, status = os.waitpid(-1, os.WNOHANG)
+        if not fork:
+            return
+        with lines.pop(fork) as line:
+            _send(line, os.waitstatus_to_exitcode(status))
+
+
+def _send(line: socket.socket, number: int) -> None:
+    # The command may have been killed
+    with suppress(BrokenPipeError):
+        line.sendall(f"{number}\n".encode())
+
+
+def become_command(line: socket.socket, mains: Mapping[str, Callable[[], None]]) -> NoReturn:
+    """Take over a command's files, folder, environment and arguments, and run its entry point."""
+    _, files, _, _ = socket.recv_fds(line, 1, 3)
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+    request = json.loads(line.makefile().readline())
+    threading.Thread(target=_end_with, args=(line,), daemon=True).start()
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    tempfile.tempdir = None
+    sys.argv = request["argv"]
+    sys.exit(mains[Path(sys.argv[0]).name]())
+
+
+def _end_with(line: socket.socket) -> None:
+    """Kill this process once the command has ended, which closes its line."""
+    line.recv(1)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    serve(socket.socket(fileno=int(sys.argv[1])))
+    shutil.rmtree(Path.cwd(), ignore_errors=True)

@@ -1,0 +1,79 @@
+"""configs/frontier: every row is read, and estimated with random weights in the hub's layouts."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from benchmarks.tools import hub_layouts
+from osfl.cli.plan import Row, estimate_rows
+from osfl.kit.run_check import check_run_models
+from osfl.settings import resolve_config
+from osfl.tables.table_file import TableFile, as_arguments, read_table
+from tests.helpers.settings import ROOT
+
+FRONTIERS = sorted((ROOT / "configs" / "frontier").glob("*.toml"))
+DRAWN = ("prompts-only", "prompts-domain", "domain-vector", "FedDEO", "OSCAR", "Espresso", "FedLMG")
+# A square of features and the sums of each class: D (D + 1) / 2 and C D numbers in float32
+WIDTHS = {
+    "FedCGS ResNet-18": 512,
+    "FedCGS CLIP B/16": 768,
+    "FedCGS CLIP L/14": 1024,
+    "FedCGS DINOv2": 768,
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Narrow models in the layouts that the tables name."""
+    root = tmp_path_factory.mktemp("hub")
+    layouts: dict[str, Callable[[Path], Path]] = {
+        "kit": hub_layouts.sd15,
+        "image-encoder": hub_layouts.dinov2,
+        "captioner": hub_layouts.blip,
+    }
+    return [f"{key}={write(root / key)}" for key, write in layouts.items()]
+
+
+def read(file: Path, models: list[str]) -> TableFile:
+    # The classes of Office-Home are on the hub alone, and so are pretrained weights
+    classes = ["data.classes=Bed,Chair,Lamp"] if file.stem == "office-home" else []
+    inits = ["classifier.init=none", "global-model.init=none"]
+    return read_table(file, [*models, *classes, *inits])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", FRONTIERS, ids=lambda file: file.stem)
+def test_every_row_is_estimated(file: Path, models: list[str]) -> None:
+    pytest.importorskip("timm")
+    table = read(file, models)
+    rows: dict[str, Row] = estimate_rows(table)
+    assert [row.unknown for row in rows.values()] == [""] * len(rows)
+    config, _ = resolve_config(as_arguments(table.rows["ceiling"]))
+    classes = len(config.data.classes.split(","))
+    clients = config.num_clients
+    for name, row in rows.items():
+        images = clients * classes * 30 * len(table.seeds) if name in DRAWN else 0
+        assert row.images == images, name
+        assert bool(row.flops) == (name in DRAWN), name
+    for name, width in WIDTHS.items():
+        numbers = classes * width + width * (width + 1) // 2
+        upload = rows[name].upload
+        assert upload is not None
+        assert 4 * numbers < upload < 4 * numbers + 40 * classes + 1000, name
+    assert rows["prompts-only"].upload == rows["ceiling"].upload == 0
+    # The frontier goes to a ResNet-18 in each of a hundred rounds
+    assert rows["FedAvg 100"].upload == pytest.approx(100 * rows["local"].upload, rel=0.01)
+    for name in ("FedCGS DINOv2", "OSCAR", "Espresso"):
+        config, _ = resolve_config(as_arguments(table.rows[name]))
+        check_run_models(config)
+
+
+@pytest.mark.parametrize("name", ["pacs", "domainnet-10"])
+def test_every_row_is_read_without_the_hub(name: str) -> None:
+    """The classes of Office-Home are on the hub alone."""
+    table = read_table(ROOT / "configs" / "frontier" / f"{name}.toml")
+    assert set(DRAWN) | set(WIDTHS) < set(table.rows)
+    settings = table.rows["FedCGS CLIP B/16"]
+    assert settings["classifier.architecture"] == "timm:vit_base_patch16_clip_224.openai"
+    assert settings["data.image-size"] == 224
