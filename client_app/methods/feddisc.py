@@ -13,6 +13,8 @@ Differences from the paper:
    class with fewer than K images sends some centers twice.
 4. Theirs: no DP guarantee. Ours: with `epsilon`, every center is the class's noisy mean of
    embeddings that the kit's normalizer has scaled to about mean 0 and deviation 1.
+5. Ours, with `secure-sum`: a client sends the mean of each class's scaled embeddings alone, since
+   cluster centers do not add up, and the server adds the level's encoding.
 
 Payload for Stable unCLIP 2.1 (embeddings of 1024 and their level's encoding): (5 + 1) x 2048 =
 12,288 numbers per class.
@@ -24,7 +26,7 @@ import torch
 from sklearn.cluster import KMeans
 
 from client_app.context import ClientJob
-from client_app.privacy.mechanisms import private_mean, standard_normal
+from client_app.privacy.mechanisms import clipped_mean, private_mean, standard_normal
 from osfl.config import RunConfig
 from osfl.models.diffusion import EmbeddingNoise, load_embedding_noise
 from osfl.models.encoders import load_image_encoder
@@ -48,10 +50,15 @@ def make_payload(job: ClientJob) -> Embeddings:
     embeddings = torch.cat(parts)
     class_labels = images.held()
     names = tuple(job.classes[label] for label in class_labels)
-    if job.config.epsilon:
+    if job.config.epsilon or job.config.secure_sum:
         rows_by_class = [embeddings[images.labels == label] for label in class_labels]
-        noisy_means = [private_vectors(rows, add_noise, job.config) for rows in rows_by_class]
-        return Embeddings(names, torch.stack(noisy_means))
+        means = [
+            summand(rows, add_noise, job)
+            if job.config.secure_sum
+            else private_vectors(rows, add_noise, job.config)
+            for rows in rows_by_class
+        ]
+        return Embeddings(names, torch.stack(means))
     noise = standard_normal(embeddings.shape).float()
     noisy = add_noise(embeddings, torch.full((len(embeddings),), settings.noise_level), noise)
     vectors = [
@@ -81,10 +88,25 @@ def private_vectors(
     """Return the noisy mean of a class's embeddings [N, e] at the noise level: [K + 1, 2e]."""
     scaled = add_noise.normalizer.scale(embeddings)
     center = torch.zeros_like(scaled[0])
-    # Typical norm of a vector whose entries have deviation 1
-    limit = config.clip_norm * scaled.shape[1] ** 0.5
+    limit = clipping_bound(scaled, config)
     mean = private_mean(scaled, center, limit, config.epsilon, config.delta).unsqueeze(0)
-    level = torch.tensor([config.feddisc.noise_level])
-    # The expected embedding at the level: the level's own noise has mean 0
-    vector = add_noise(add_noise.normalizer.unscale(mean), level, torch.zeros_like(mean))
+    vector = add_noise.expected(mean, config.feddisc.noise_level)
     return vector.repeat(config.feddisc.clusters + 1, 1)
+
+
+def summand(embeddings: torch.Tensor, add_noise: EmbeddingNoise, job: ClientJob) -> torch.Tensor:
+    """Return the mean of a class's scaled embeddings [N, e], for a secure sum: [1, e].
+
+    With an epsilon it is clipped, and the noise is added to the whole numbers of the sum.
+    """
+    scaled = add_noise.normalizer.scale(embeddings)
+    if not job.config.epsilon:
+        return scaled.mean(dim=0, keepdim=True)
+    job.sum_noise.limit = clipping_bound(scaled, job.config)
+    center = torch.zeros_like(scaled[0])
+    return clipped_mean(scaled, center, job.sum_noise.limit).float().unsqueeze(0)
+
+
+def clipping_bound(scaled: torch.Tensor, config: RunConfig) -> float:
+    """Return `clip-norm` in units of the typical norm of vectors whose entries have deviation 1."""
+    return config.clip_norm * scaled.shape[1] ** 0.5

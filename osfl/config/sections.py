@@ -550,8 +550,8 @@ class RunConfig:
         bool,
         Doc(
             "Whether the server learns only the sum of all clients' payloads (docs/privacy.md). "
-            "For fedcgs, latent-gaussian, oscar, oscar-pooled, votes, domain-vector without "
-            "`class-lr`, and feddeo with `epsilon`."
+            "For fedcgs, latent-gaussian, oscar, oscar-pooled, votes, feddisc, feddeo with "
+            "`epsilon`, and domain-vector without `class-lr`."
         ),
     ]
     secure_sum_images: Annotated[

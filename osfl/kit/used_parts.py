@@ -13,6 +13,7 @@ from osfl.kit.kits import file_digests, find_kit, initial_weights_file, loaded_f
 from osfl.methods import (
     CLIP,
     DIFFUSION_PARTS,
+    EMBEDDING_NOISE_PARTS,
     IMAGE_ENCODER_PARTS,
     LORA,
     METHODS,
@@ -151,7 +152,10 @@ def sampling_parts(config: RunConfig) -> tuple[str, ...]:
     """Return the folders of the kit that the server samples with."""
     decoder = (TINY_DECODER,) if config.synthesis.tiny_decoder == "kit" else ()
     lora = (LORA,) if config.synthesis.lora == "kit" else ()
-    return (*DIFFUSION_PARTS, *decoder, *lora)
+    # A secure sum has mean embeddings, which the server turns into conditions
+    summed = config.secure_sum and METHODS[config.method].image_conditions
+    noise = EMBEDDING_NOISE_PARTS if summed else ()
+    return (*DIFFUSION_PARTS, *decoder, *lora, *noise)
 
 
 def parts_by_step(config: RunConfig) -> dict[str, tuple[str, tuple[str, ...]]]:

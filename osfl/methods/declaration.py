@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 DIFFUSION_PARTS: tuple[str, ...] = ("vae", "unet", "text_encoder", "tokenizer", "scheduler")
 TEXT_PARTS = ("text_encoder", "tokenizer")
 IMAGE_ENCODER_PARTS = ("image_encoder", "feature_extractor")
+# Of Stable unCLIP, for its noise on image embeddings
+EMBEDDING_NOISE_PARTS = ("image_normalizer", "image_noising_scheduler")
 CAPTION_PARTS = ("captioner", *TEXT_PARTS)
 # Optional folders, which few kits have: a tiny autoencoder's decoder, and distilled LoRA weights
 # for few-step sampling

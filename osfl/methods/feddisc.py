@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from osfl.methods.declaration import IMAGE_ENCODER_PARTS, Method
+from osfl.methods.declaration import EMBEDDING_NOISE_PARTS, IMAGE_ENCODER_PARTS, Method
 from osfl.methods.shared_sections import Scale
 from osfl.util.markers import Doc, Range, SitePath
 
@@ -26,7 +26,9 @@ class FedDISCConfig:
 
 
 def dimensions(run: "RunConfig", sizes: Mapping[str, int]) -> Mapping[str, int]:
-    """Return the sizes of a run's embeddings."""
+    """Return the sizes of a run's embeddings; in a secure sum, of a class's mean embedding."""
+    if run.secure_sum:
+        return {**sizes, "K + 1": 1, "2e": sizes["2e"] // 2}
     return {**sizes, "K + 1": run.feddisc.clusters + 1}
 
 
@@ -37,9 +39,10 @@ METHOD = Method(
     sends="cluster centers and the mean of every class's noisy image embeddings",
     reveals="what small groups of images show, and for many images whether they are among "
     "them; for a class with one image, its noisy embedding",
-    client_parts=(*IMAGE_ENCODER_PARTS, "image_normalizer", "image_noising_scheduler"),
+    client_parts=(*IMAGE_ENCODER_PARTS, *EMBEDDING_NOISE_PARTS),
     privacy="approximate",
     section="feddisc",
     image_conditions=True,
     dimensions=dimensions,
+    summand_bound=64.0,
 )

@@ -647,6 +647,17 @@ class EmbeddingNoise:
         )
         return torch.cat([noisy, level.to(noisy.dtype)], dim=1)
 
+    def expected(self, means: torch.Tensor, level: int) -> torch.Tensor:
+        """Return the expected image condition [N, 2e] of embeddings of which the mean is known.
+
+        Args:
+            means: in the normalizer's units, [N, e].
+            level: the noise level, 0 .. 999.
+        """
+        levels = torch.full((len(means),), level)
+        # The level's own noise has mean 0
+        return self(self.normalizer.unscale(means), levels, torch.zeros_like(means))
+
 
 def load_embedding_noise(kit: str) -> EmbeddingNoise:
     """Load `image_normalizer/` and `image_noising_scheduler/` of a Stable unCLIP folder on the CPU.

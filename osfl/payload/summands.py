@@ -17,6 +17,7 @@ from osfl.config import RunConfig
 from osfl.payload.kinds import (
     Descriptions,
     DomainVector,
+    Embeddings,
     Encodings,
     FeatureStatistics,
     LatentStatistics,
@@ -185,7 +186,7 @@ def summand_shapes(
     match kind:
         case "Votes":
             return {"votes": (classes, candidates)}
-        case "Descriptions" | "Encodings":
+        case "Descriptions" | "Encodings" | "Embeddings":
             return {"counts": (classes,), "vectors": shapes["vectors"]}
         case "DomainVector":
             return {"counts": (classes,), "domain": shapes["domain"]}
@@ -221,7 +222,7 @@ def to_summands(
         case LatentStatistics():
             sums, squares = spread(payload.sums), spread(payload.squares)
             return {"counts": spread(payload.counts), "sums": sums, "squares": squares}
-        case Descriptions() | Encodings():
+        case Descriptions() | Encodings() | Embeddings():
             counts = torch.tensor(images)
             scale = counts.double().view(-1, *[1] * (payload.vectors.ndim - 1))
             return {"counts": spread(counts), "vectors": spread(payload.vectors * scale)}
@@ -270,6 +271,8 @@ def from_sums(
             payload = LatentStatistics(names, held_counts, rows("sums").float(), squares.float())
         case "Descriptions":
             payload = Descriptions(names, _means(rows("vectors"), held_counts))
+        case "Embeddings":
+            payload = Embeddings(names, _means(rows("vectors"), held_counts))
         case "Encodings":
             payload = Encodings(names, _means(rows("vectors"), held_counts))
         case "DomainVector":

@@ -11,6 +11,7 @@ Differences from the paper:
 2. Ours: a class's images use its centroids in turn.
 3. Ours: the prompt beside the embedding is the class's in both branches, and the empty prompt in
    the unconditional one.
+4. Ours, with an `epsilon` or `secure-sum`: all centroids of a class are its mean.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ import torch
 
 from osfl.config import FedDISCConfig, RunConfig
 from osfl.models.conditioning import Conditioning
-from osfl.models.diffusion import Kit
+from osfl.models.diffusion import Kit, load_embedding_noise
 from osfl.payload.kinds import Embeddings
 from server_app.context import ServerJob, rows_by_class
 from server_app.costs import NoisyMean, guided_branches
@@ -41,10 +42,23 @@ def sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, Embeddi
     kit = load_engine(job.kit, device, job.config.synthesis)
     prompts = kit.text(job.config.prompts(job.classes))
     vectors = rows_by_class(
-        job, payloads, lambda payload: payload.vectors.to(kit.device, kit.dtype)
+        job, payloads, lambda payload: image_conditions(job, payload).to(kit.device, kit.dtype)
     )
     settings = job.config.feddisc
     return lambda jobs: sample(kit, jobs, prompts, vectors, settings, job.config.synthesis.steps)
+
+
+def image_conditions(job: ServerJob, payload: Embeddings) -> torch.Tensor:
+    """Return every class's centroids and mean, [C, K + 1, 2e]; of a secure sum, its mean twice.
+
+    Raises:
+        KitError: the noise schedule of image embeddings is missing or corrupt.
+    """
+    if not job.config.secure_sum:
+        return payload.vectors
+    noise = load_embedding_noise(job.kit)
+    means = noise.expected(payload.vectors[:, 0], job.config.feddisc.noise_level)
+    return means.unsqueeze(1).repeat(1, 2, 1)
 
 
 @torch.no_grad()
@@ -88,5 +102,8 @@ def branches(config: RunConfig) -> int:
 
 
 def noisy_mean(sizes: Mapping[str, int]) -> NoisyMean:
-    """Return a class's mean embedding; the condition's other half is the noise level."""
-    return NoisyMean(sizes["2e"] // 2)
+    """Return a class's mean embedding.
+
+    The other half of a condition is the noise level, which a secure sum does not have.
+    """
+    return NoisyMean(sizes["2e"] if sizes["K + 1"] == 1 else sizes["2e"] // 2)

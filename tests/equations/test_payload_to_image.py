@@ -4,12 +4,15 @@ Every image is made from its own client's and its own class's part of a payload,
 own scales.
 """
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from diffusers import DDPMScheduler
+from safetensors.torch import load_file
 from torch import nn
 
 from client_app.methods import espresso as espresso_half
@@ -184,6 +187,50 @@ def test_feddisc(tiny_unclip, composed) -> None:  # type: ignore[no-untyped-def]
     assert domain.image is not None
     assert domain.image[:, 5].tolist() == [1000 + center for center in OWN]
     assert (cluster.scale, domain.scale) == (1.5, 2.5)
+
+
+def test_feddiscs_sum_is_the_expected_condition_at_the_level(tiny_unclip) -> None:  # type: ignore[no-untyped-def]
+    """By hand, of a class's mean in the normalizer's units: mu + s sqrt(a) z, and the level."""
+    state = load_file(tiny_unclip / "image_normalizer" / "diffusion_pytorch_model.safetensors")
+    mu, s = state["mean"], state["std"]
+    width = mu.numel()
+    z = torch.randn(2, width, generator=torch.Generator().manual_seed(0))
+    settings = {"method": "feddisc", "feddisc__kit": "", "feddisc__noise_level": 400}
+    payload = Embeddings(("three", "eight"), z.unsqueeze(1))
+    job = server(tiny_unclip, config_of(tiny_unclip, **settings, secure_sum=True))
+    conditions = feddisc.image_conditions(job, payload)
+    betas = DDPMScheduler.from_pretrained(tiny_unclip, subfolder="image_noising_scheduler").betas
+    a = (1 - betas[:401].double()).prod()
+    assert conditions.shape == (2, 2, 2 * width)
+    assert torch.equal(conditions[:, 0], conditions[:, 1])
+    expected = mu + s * a.sqrt() * z
+    assert torch.allclose(conditions[:, 0, :width].double(), expected.double(), atol=1e-5)
+    # Sinusoids, cosines first, of 10,000^(-2i / e) times the level
+    angles = 400 * 10_000 ** (-torch.arange(width // 2) / (width // 2))
+    level = torch.cat([angles.cos(), angles.sin()])
+    assert torch.allclose(conditions[:, 0, width:], level.expand(2, -1), atol=1e-4)
+    # Without a secure sum, a payload has its own centers
+    alone = server(tiny_unclip, config_of(tiny_unclip, **settings))
+    assert feddisc.image_conditions(alone, payload) is payload.vectors
+
+
+def test_feddiscs_summand_is_the_mean_of_scaled_embeddings(tiny_unclip) -> None:  # type: ignore[no-untyped-def]
+    data = images(3, 8, 3)
+    settings = {"method": "feddisc", "feddisc__kit": str(tiny_unclip), "secure_sum": True}
+    payload = feddisc_half.make_payload(job_of(tiny_unclip, data, **settings))
+    state = load_file(tiny_unclip / "image_normalizer" / "diffusion_pytorch_model.safetensors")
+    embeddings = load_image_encoder(str(tiny_unclip), CPU)(data.pixels)
+    scaled = (embeddings - state["mean"]) / state["std"]
+    assert payload.classes == ("three", "eight")
+    assert torch.allclose(payload.vectors[0], scaled[[0, 2]].mean(0, keepdim=True), atol=1e-5)
+    assert torch.allclose(payload.vectors[1], scaled[[1]], atol=1e-5)
+    # With an epsilon, clipped to `clip-norm` times sqrt(e); the noise comes later
+    job = job_of(tiny_unclip, data, **settings, epsilon=1.0, delta=1e-5, clip_norm=0.01)
+    limit = 0.01 * math.sqrt(scaled.shape[1])
+    clipped = scaled * (limit / scaled.norm(dim=1, keepdim=True)).clamp(max=1)
+    payload = feddisc_half.make_payload(job)
+    assert torch.allclose(payload.vectors[0], clipped[[0, 2]].mean(0, keepdim=True), atol=1e-6)
+    assert job.sum_noise.limit == pytest.approx(limit)
 
 
 def test_fedbip(tiny_kit, composed, monkeypatch) -> None:  # type: ignore[no-untyped-def]

@@ -235,12 +235,15 @@ def test_a_killed_server_goes_on(home: Path, moment: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "method", ["oscar", "oscar-pooled", "latent-gaussian", "votes", "domain-vector"]
+    "method", ["oscar", "oscar-pooled", "latent-gaussian", "votes", "domain-vector", "feddisc"]
 )
-def test_every_method_that_adds_up(home: Path, tiny_kit: Path, method: str) -> None:
+def test_every_method_that_adds_up(
+    home: Path, tiny_kit: Path, tiny_unclip: Path, method: str
+) -> None:
     settings = config(
         method=method,
         kit=str(tiny_kit),
+        feddisc__kit=str(tiny_unclip),
         num_clients=3,
         min_clients=3,
         domain_vector__class_lr=0.0,
@@ -275,10 +278,21 @@ def test_what_contradicts_a_secure_sum(settings: dict[str, Any], problem: str) -
 
 @pytest.mark.parametrize(
     ("method", "tokens"),
-    [("oscar-pooled", "each"), ("domain-vector", "each"), ("feddeo", "each"), ("feddeo", "all")],
+    [
+        ("oscar-pooled", "each"),
+        ("domain-vector", "each"),
+        ("feddeo", "each"),
+        ("feddeo", "all"),
+        ("feddisc", "each"),
+    ],
 )
 def test_the_sum_has_the_noise_of_one_guarantee(
-    home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch, method: str, tokens: str
+    home: Path,
+    tiny_kit: Path,
+    tiny_unclip: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    tokens: str,
 ) -> None:
     """The difference to the sum without noise has the deviation of all clients' shares."""
     settings = config(
@@ -291,6 +305,7 @@ def test_the_sum_has_the_noise_of_one_guarantee(
         domain_vector__class_lr=0.0,
         domain_vector__steps=1,
         feddeo__tokens=tokens,
+        feddisc__kit=str(tiny_unclip),
     )
     deviations: list[int] = []
     thresholds: set[int] = set()

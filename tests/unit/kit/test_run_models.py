@@ -200,3 +200,17 @@ def test_the_first_timestep_is_the_librarys(spacing: str, offset: int) -> None:
 def test_a_kits_sizes_are_those_of_the_loaded_one(tiny_kit: Path) -> None:
     kit = load_kit(tiny_kit)
     assert kit_shapes(str(tiny_kit))[:2] == (kit.text.shape, kit.latent_shape)
+
+
+def test_the_server_needs_the_embeddings_noise_of_a_secure_sum(
+    tiny_kit: Path, tiny_unclip: Path, tmp_path: Path
+) -> None:
+    """FedDISC's sum has mean embeddings, and the server would miss their noise after the round."""
+    unclip = tmp_path / "unclip"
+    shutil.copytree(tiny_unclip, unclip)
+    shutil.rmtree(unclip / "image_normalizer")
+    settings = {"method": "feddisc", "kit": str(tiny_kit), "feddisc__kit": str(unclip)}
+    check_server(parse_run_config(quick(**settings)))
+    summed = {"secure_sum": True, "num_clients": 3, "min_clients": 3}
+    with pytest.raises(KitError, match="image_normalizer"):
+        check_server(parse_run_config(quick(**settings, **summed)))
