@@ -3,22 +3,26 @@
 import io
 import os
 import shutil
+import ssl
 import subprocess
 import tarfile
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from ipaddress import ip_network
 from pathlib import Path
 
 import docker
 import pytest
-from docker.errors import DockerException
+import yaml
+from docker.errors import DockerException, ImageNotFound
 from docker.models.containers import Container
 from filelock import FileLock
 
 from osfl.cli import certs
+from osfl.launch.flower import free_ports
+from tests.helpers.proxy import CLOSED, make_site_certificate, post, trust
 from tests.helpers.settings import ROOT
 from tests.helpers.system_tools import BIN, quick_arguments, wait_for
 
@@ -257,12 +261,52 @@ def keys_and_registrations_outlive_the_containers(federation: Containers) -> Non
     assert "average" in federation.inside("server", "osfl", "show", "/data/runs/composed")
 
 
-def test_a_federation_of_machines_with_containers(images: None, tmp_path: Path) -> None:
-    """docs/deployment.md.
+@dataclass
+class Machines:
+    """A server's machine and those of sites, each a project of its own, as in docs/deployment.md.
 
-    Keys of one's own, server.yml, and client.yml twice, each a project of its own that dials the
-    server's address. Payloads are sealed to a key that the SuperLink's container does not have.
+    The sites dial `address`. Their keys and certificates are in `folder`.
     """
+
+    folder: Path
+    address: str
+    settings: dict[str, str]
+    projects: list[Containers] = field(default_factory=list)
+
+    def begin_server(self, *files: str) -> Containers:
+        """Start the server's containers, and register the sites' keys."""
+        server = self._begin("server", ("server.yml", *files), self.settings)
+        assert server.compose("run", "--rm", "register").count('"node-id"') == 2
+        return server
+
+    def begin_site(self, number: int, *files: str, **settings: str) -> Containers:
+        """Start the containers of a site, which has half of the digits."""
+        name = SITES[number]
+        keys = install(self.folder / name, self.folder / "keys", {}, "ca.crt")
+        install(keys, self.folder / "keys" / "nodes", {name: "node.key"})
+        defaults = {
+            "OSFL_SERVER": f"{self.address}:9092",
+            "OSFL_KEYS": str(keys),
+            "OSFL_CLIENT": name,
+            "OSFL_NODE_CONFIG": f"partition-id={number} num-partitions=2",
+            "OSFL_TARGET": "client",
+        }
+        return self._begin(name, ("client.yml", *files), defaults | settings)
+
+    def _begin(self, name: str, files: tuple[str, ...], settings: dict[str, str]) -> Containers:
+        paths = tuple(ROOT / "deploy" / file for file in files)
+        project = Containers(f"osfl-{name}-{os.getpid()}", paths, settings)
+        self.projects.append(project)
+        project.compose("up", "-d", "--no-build")
+        return project
+
+
+SITES = ("site-a", "site-b")
+
+
+@pytest.fixture
+def machines(images: None, tmp_path: Path) -> Iterator[Machines]:
+    """Keys of two sites and of a server, which are up to no test's end."""
     if os.geteuid():
         pytest.skip("needs root: keys belong to the containers' user")
     subnet = engine().networks.get("bridge").attrs["IPAM"]["Config"][0]["Subnet"]
@@ -271,72 +315,122 @@ def test_a_federation_of_machines_with_containers(images: None, tmp_path: Path) 
     for command in (
         "ca keys",
         f"server keys --host {address} --host control",
-        "node keys site-a site-b",
+        f"node keys {' '.join(SITES)}",
     ):
         subprocess.run(
             [BIN / "osfl", "certs", *command.split()], cwd=tmp_path, check=True, capture_output=True
         )
+    keys = install(
+        tmp_path / "server", tmp_path / "keys", {"server.key": "server.key"}, "ca.crt", "server.pem"
+    )
+    install(keys / "nodes", tmp_path / "keys" / "nodes", {}, *(f"{name}.pub" for name in SITES))
+    settings = {"OSFL_KEYS": str(keys), "OSFL_ADDRESS": address}
+    machines = Machines(tmp_path, address, settings)
+    try:
+        yield machines
+    finally:
+        for containers in reversed(machines.projects):
+            containers.compose("down", "--volumes", check=False)
+
+
+def test_a_federation_of_machines_with_containers(machines: Machines, tmp_path: Path) -> None:
+    """docs/deployment.md.
+
+    Keys of one's own, server.yml, and client.yml twice, each a project of its own that dials the
+    server's address. Payloads are sealed to a key that the SuperLink's container does not have.
+    """
     sealing, fingerprint = certs.make_sealing_key(tmp_path / "keys")
-    pins = {"site-a": f" seal-to='{fingerprint}'", "site-b": ""}
     keys_to_open = install(tmp_path / "sealing", sealing.parent, {sealing.name: sealing.name})
     keys_to_open.chmod(0o700)
     os.chown(keys_to_open, 10001, 10001)
-    at_server = install(
-        tmp_path / "server", tmp_path / "keys", {"server.key": "server.key"}, "ca.crt", "server.pem"
+    machines.settings["OSFL_SEALING"] = str(keys_to_open)
+    server = machines.begin_server()
+    # What is known stays as it is
+    assert '"node-id"' not in server.compose("run", "--rm", "register")
+    pinned = f"partition-id=0 num-partitions=2 seal-to='{fingerprint}'"
+    site = machines.begin_site(0, OSFL_NODE_CONFIG=pinned)
+    machines.begin_site(1)
+    arguments = quick_arguments(
+        "digits",
+        method="fedlmg",
+        fedlmg__strategies="ft",
+        job_id="apart",
+        num_clients=2,
+        sealing_key="/sealing/sealing.key",
     )
-    install(at_server / "nodes", tmp_path / "keys" / "nodes", {}, "site-a.pub", "site-b.pub")
-    deploy = ROOT / "deploy"
-    settings = {
-        "OSFL_KEYS": str(at_server),
-        "OSFL_ADDRESS": address,
-        "OSFL_SEALING": str(keys_to_open),
-    }
-    server = Containers(f"osfl-server-{os.getpid()}", (deploy / "server.yml",), settings)
-    projects = [server]
+    output = server.compose("run", "--rm", "run", *arguments, check=False)
+    assert "accuracy (%) of FT: site-a " in output, output[-3000:] + site.logs()
+    assert f"payloads are sealed to {fingerprint}" in output
+    keys = ["find", "/data", "/keys", "-name", "sealing.key"]
+    assert "sealing.key" not in server.inside("superlink", *keys, check=False)
+    assert "sealing.key" in server.inside("server", "ls", "/sealing")
+    assert "average" in server.inside("server", "osfl", "show", "/data/runs/apart")
+    listed = server.compose(
+        "run", "--rm", "flwr", "supernode", "list", "federation", "--format", "json"
+    )
+    assert listed.count('"online"') == 2
+    copied, _ = server.container("server").get_archive("/data/runs/apart")
+    with tarfile.open(fileobj=io.BytesIO(b"".join(copied))) as archive:
+        assert archive.getmember("apart/report.html").isfile()
+
+
+def require_caddy() -> None:
+    """Skip the test if the proxies' image is neither here nor in a registry."""
+    proxy = yaml.safe_load((ROOT / "deploy" / "proxy.yml").read_text())["services"]["proxy"]
     try:
-        server.compose("up", "-d", "--no-build")
-        assert server.compose("run", "--rm", "register").count('"node-id"') == 2
-        # What is known stays as it is
-        assert '"node-id"' not in server.compose("run", "--rm", "register")
-        for number, name in enumerate(("site-a", "site-b")):
-            keys = install(tmp_path / name, tmp_path / "keys", {}, "ca.crt")
-            install(keys, tmp_path / "keys" / "nodes", {name: "node.key"})
-            settings = {
-                "OSFL_SERVER": f"{address}:9092",
-                "OSFL_KEYS": str(keys),
-                "OSFL_CLIENT": name,
-                "OSFL_NODE_CONFIG": f"partition-id={number} num-partitions=2{pins[name]}",
-                "OSFL_TARGET": "client",
-            }
-            projects.append(
-                Containers(f"osfl-{name}-{os.getpid()}", (deploy / "client.yml",), settings)
-            )
-            projects[-1].compose("up", "-d", "--no-build")
-        arguments = quick_arguments(
-            "digits",
-            method="fedlmg",
-            fedlmg__strategies="ft",
-            job_id="apart",
-            num_clients=2,
-            sealing_key="/sealing/sealing.key",
-        )
-        output = server.compose("run", "--rm", "run", *arguments, check=False)
-        assert "accuracy (%) of FT: site-a " in output, output[-3000:] + projects[1].logs()
-        assert f"payloads are sealed to {fingerprint}" in output
-        keys = ["find", "/data", "/keys", "-name", "sealing.key"]
-        assert "sealing.key" not in server.inside("superlink", *keys, check=False)
-        assert "sealing.key" in server.inside("server", "ls", "/sealing")
-        assert "average" in server.inside("server", "osfl", "show", "/data/runs/apart")
-        listed = server.compose(
-            "run", "--rm", "flwr", "supernode", "list", "federation", "--format", "json"
-        )
-        assert listed.count('"online"') == 2
-        copied, _ = server.container("server").get_archive("/data/runs/apart")
-        with tarfile.open(fileobj=io.BytesIO(b"".join(copied))) as archive:
-            assert archive.getmember("apart/report.html").isfile()
-    finally:
-        for containers in reversed(projects):
-            containers.compose("down", "--volumes", check=False)
+        engine().images.get(proxy["image"])
+    except ImageNotFound:
+        try:
+            engine().images.pull(proxy["image"])
+        except DockerException:
+            pytest.skip(f"no image {proxy['image']} here, and no registry that has it")
+
+
+def is_healthy(container: Container) -> bool:
+    container.reload()
+    return container.health == "healthy"
+
+
+def test_containers_of_sites_with_certificates_pass_the_proxy(
+    machines: Machines, tmp_path: Path
+) -> None:
+    """proxy.yml and site-proxy.yml, with mutual TLS: at the published port is the fleet alone."""
+    require_caddy()
+    (port,) = free_ports(1)
+    proxied = f"{machines.address}:{port}"
+    machines.settings |= {
+        "OSFL_ADDRESS": "127.0.0.1",
+        "OSFL_PROXY_ADDRESS": machines.address,
+        "OSFL_PROXY_PORT": str(port),
+        "OSFL_CLIENT_CERTIFICATES": "require_and_verify",
+    }
+    server = machines.begin_server("proxy.yml")
+    make_site_certificate(tmp_path / "keys")
+    sites = []
+    for number, name in enumerate(SITES):
+        # The commands of site.Caddyfile leave the key to its user
+        private = {"site-tls.key": "site-tls.key"}
+        (tmp_path / name).mkdir()
+        install(tmp_path / name, tmp_path / "keys", private, "site-tls.pem")
+        own = {"OSFL_SERVER": "127.0.0.1:9443", "OSFL_PROXY": proxied}
+        sites.append(machines.begin_site(number, "site-proxy.yml", **own))
+    arguments = quick_arguments(
+        "digits", method="fedlmg", fedlmg__strategies="ft", job_id="proxied", num_clients=2
+    )
+    output = server.compose("run", "--rm", "run", *arguments, check=False)
+    logs = server.logs("proxy") + "".join(site.logs() for site in sites)
+    assert "accuracy (%) of FT: site-a " in output, output[-3000:] + logs
+    proxies = [containers.container("proxy") for containers in (server, *sites)]
+    for proxy in proxies:
+        wait_for(partial(is_healthy, proxy), 60, server.logs)
+        assert proxy.exec_run(["id", "-u"]).output.strip() == b"10001"
+    # A program without a certificate gets no further than its handshake
+    with pytest.raises((ssl.SSLError, ConnectionError)):
+        post(trust(tmp_path / "keys"), machines.address, port, CLOSED[0])
+    shown = trust(tmp_path / "keys")
+    shown.load_cert_chain(tmp_path / "keys" / "site-tls.pem", tmp_path / "keys" / "site-tls.key")
+    for path in CLOSED:
+        assert post(shown, machines.address, port, path) == 403, path
 
 
 def install(folder: Path, keys: Path, private: dict[str, str], *public: str) -> Path:

@@ -1,8 +1,5 @@
 """deploy/proxy: Caddy before the SuperLink lets nodes through, and nothing else."""
 
-import http.client
-import re
-import shlex
 import ssl
 import subprocess
 import time
@@ -11,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from osfl.launch.flower import free_ports
-from tests.helpers.settings import ROOT
+from tests.helpers.proxy import CLOSED, PROXY_FILES, make_site_certificate, post, trust
 from tests.helpers.system_tools import (
     BIN,
     GRPC,
@@ -27,30 +24,14 @@ pytestmark = [
     pytest.mark.skipif(not (BIN / "caddy").exists(), reason="Caddy is not installed: make setup"),
 ]
 
-FOLDER = ROOT / "deploy" / "proxy"
 FLEET = "/flwr.proto.Fleet/PullMessages" if GRPC else "/v1/fleet/pull-messages"
-# Whoever reaches them runs code on every node, or is the ServerApp of a run
-CLOSED = [
-    "/v1/control/list-runs",
-    "/v1/control/start-run",
-    "/v1/runtime/push-messages",
-    "/v1/fleet/../control/list-runs",
-    "/v1/fleet/%2e%2e/control/list-runs",
-    "/v1/fleet/%2E%2E%2Fcontrol/list-runs",
-    "//v1/control/list-runs",
-    "/flwr.proto.Fleet/../../v1/control/list-runs",
-    "/flwr.proto.Control/ListRuns",
-    "/flwr.proto.ServerAppIo/PushMessages",
-    "/health",
-    "/",
-]
 
 
 def begin_caddy(federation: Federation, name: str, file: str, **settings: str) -> int:
     """Start Caddy with a file of deploy/proxy, and return the port where it listens."""
     (port,) = free_ports(1)
     ports = {"OSFL_PROXY_PORT": str(port), "OSFL_SITE_PORT": str(port)}
-    command = ["caddy", "run", "--config", str(FOLDER / file), "--adapter", "caddyfile"]
+    command = ["caddy", "run", "--config", str(PROXY_FILES / file), "--adapter", "caddyfile"]
     keys = {"OSFL_KEYS": str(federation.keys), "XDG_DATA_HOME": str(federation.folder / "caddy")}
     federation.begin(name, *command, **ports, **keys, **settings)
     wait_for(
@@ -71,17 +52,6 @@ def begin_proxy(federation: Federation, **settings: str) -> int:
     return begin_caddy(federation, "proxy", "Caddyfile", **addresses, **settings)
 
 
-def post(federation: Federation, port: int, path: str) -> int:
-    """Return the status of an empty request with a path that is sent as it is."""
-    trusted = ssl.create_default_context(cafile=federation.keys / "ca.crt")
-    connection = http.client.HTTPSConnection("127.0.0.1", port, timeout=30, context=trusted)
-    try:
-        connection.request("POST", path, body=b"")
-        return connection.getresponse().status
-    finally:
-        connection.close()
-
-
 def is_in(federation: Federation, name: str) -> bool:
     return "SuperNode ID" in federation.log(name)
 
@@ -99,12 +69,13 @@ def test_nodes_pass_the_proxy_and_control_does_not(
     federation.begin_node("site-a", *federation.trusting("site-a"), config=config, fleet=port)
     wait_for(lambda: is_in(federation, "site-a"), 60, lambda: federation.log("site-a"))
 
+    trusting = trust(federation.keys)
     for path in CLOSED:
-        assert post(federation, port, path) == 403, path
+        assert post(trusting, "127.0.0.1", port, path) == 403, path
     # The SuperLink itself has them, and the proxy leaves the fleet's to it
     for path in CLOSED[:3]:
-        assert post(federation, federation.control, path) not in (403, 404), path
-    assert post(federation, port, FLEET) != 403
+        assert post(trusting, "127.0.0.1", federation.control, path) not in (403, 404), path
+    assert post(trusting, "127.0.0.1", port, FLEET) != 403
     configured = tmp_path / "flwr" / "config.toml"
     direct = configured.read_text()
     configured.write_text(direct.replace(str(federation.control), str(port)))
@@ -127,19 +98,6 @@ def test_nodes_pass_the_proxy_and_control_does_not(
     assert (tmp_path / "server" / "proxied" / "payloads" / "site-a.pb").is_file()
 
 
-def make_site_certificate(keys: Path) -> None:
-    """Run the commands of site.Caddyfile, with all keys in one folder."""
-    comments = (FOLDER / "site.Caddyfile").read_text()
-    lines = re.findall(r"^#   (\w+ = .*)$", comments, re.MULTILINE)
-    assert len(lines) == 2
-    (keys / "client.ext").write_text("\n".join(lines) + "\n")
-    commands = re.findall(r"^#   (openssl .*?) {2,}#", comments, re.MULTILINE)
-    assert len(commands) == 2
-    for command in commands:
-        result = subprocess.run(shlex.split(command), cwd=keys, capture_output=True, text=True)
-        assert result.returncode == 0, result.stderr
-
-
 @pytest.mark.timeout(300)
 def test_mutual_tls_is_for_sites_with_a_certificate(federation: Federation) -> None:
     """A registered key alone does not pass; the site's proxy shows the certificate."""
@@ -148,9 +106,9 @@ def test_mutual_tls_is_for_sites_with_a_certificate(federation: Federation) -> N
     make_site_certificate(federation.keys)
     for name in ("with-certificate", "without"):
         federation.register(name)
-    site = begin_caddy(federation, "site-proxy", "site.Caddyfile", OSFL_SERVER=f"127.0.0.1:{port}")
+    site = begin_caddy(federation, "site-proxy", "site.Caddyfile", OSFL_PROXY=f"127.0.0.1:{port}")
     with pytest.raises((ssl.SSLError, ConnectionError)):
-        post(federation, port, FLEET)
+        post(trust(federation.keys), "127.0.0.1", port, FLEET)
     federation.begin_node("without", *federation.trusting("without"), fleet=port)
     trusting = federation.trusting("with-certificate")
     federation.begin_node("with-certificate", *trusting, fleet=site)

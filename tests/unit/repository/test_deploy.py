@@ -22,6 +22,7 @@ from tests.helpers.system_tools import BIN
 COMPOSE = ROOT / "docker-compose.yml"
 SERVER = ROOT / "deploy" / "server.yml"
 CLIENT = ROOT / "deploy" / "client.yml"
+PROXIES = [ROOT / "deploy" / "proxy.yml", ROOT / "deploy" / "site-proxy.yml"]
 CHART = ROOT / "deploy" / "helm" / "osfl"
 # Kubernetes' release whose schemas are used
 KUBERNETES = "1.33"
@@ -77,7 +78,8 @@ def flower_commands() -> dict[str, list[str]]:
     for file in (ROOT / "deploy" / "systemd").glob("*.service"):
         (line,) = re.findall(r"^ExecStart=(.*?[^\\])$", file.read_text(), re.MULTILINE | re.DOTALL)
         command = shlex.split(line.replace("\\\n", " "))
-        commands[file.name] = [Path(command[0]).name, *command[1:]]
+        if (program := Path(command[0]).name).startswith("flower-"):
+            commands[file.name] = [program, *command[1:]]
     for name, pod in pods(WHOLE).items():
         (container,) = pod["containers"]
         commands[name] = [*container["command"], *container["args"]]
@@ -130,14 +132,14 @@ def test_units_find_flowers_programs_and_their_settings() -> None:
         (program,) = re.findall(r"^ExecStart=(\S+)", unit, re.MULTILINE)
         assert str(Path(program).parent) in settings["PATH"].split(":"), file.name
         assert set(re.findall(r"\$\{(\w+)\}", unit)) <= set(settings), file.name
-        variables = re.findall(r"^Environment=(.*)$", unit, re.MULTILINE)[
-            0
-        ].split()  # which the file's would override
+        # The file's settings would override them
+        variables = re.findall(r"^Environment=(.*)$", unit, re.MULTILINE)[0].split()
         assert not {setting.partition("=")[0] for setting in variables} & set(settings), file.name
         (state,) = re.findall(r"^StateDirectory=(\S+)$", unit, re.MULTILINE)
-        assert all(
-            setting.partition("=")[2].startswith(f"/var/lib/{state}/") for setting in variables
-        ), file.name
+        folders = (f"/var/lib/{state}/", f"/run/credentials/{file.name}")
+        assert all(setting.partition("=")[2].startswith(folders) for setting in variables), (
+            file.name
+        )
 
 
 def test_state_and_database_are_their_users_alone() -> None:
@@ -174,11 +176,16 @@ def test_port_8000_is_the_servers_own() -> None:
         ["${OSFL_ADDRESS:-0.0.0.0}:9092:9092"]
     ]
     assert "ports" not in services(CLIENT)["client"]
+    # Caddy alone listens at the port that is published
+    (proxy,), (site_proxy,) = (services(file).values() for file in PROXIES)
+    assert proxy["ports"] == ["${OSFL_PROXY_ADDRESS:-0.0.0.0}:${OSFL_PROXY_PORT:-443}:8443"]
+    assert proxy["environment"]["OSFL_PROXY_PORT"] == "8443"
+    assert "ports" not in site_proxy
     unit = (ROOT / "deploy" / "systemd" / "osfl-superlink.service").read_text()
     assert "--host 127.0.0.1 --fleet-api-address 0.0.0.0:9092" in unit
 
 
-@pytest.mark.parametrize("file", [COMPOSE, SERVER, CLIENT], ids=lambda file: file.name)
+@pytest.mark.parametrize("file", [COMPOSE, SERVER, CLIENT, *PROXIES], ids=lambda file: file.name)
 def test_containers_may_do_no_more_than_they_must(file: Path) -> None:
     for name, service in services(file).items():
         if name == "keys":  # which gives to others what is theirs: root, and alone
@@ -187,7 +194,11 @@ def test_containers_may_do_no_more_than_they_must(file: Path) -> None:
         assert service["read_only"], name
         assert service["cap_drop"] == ["ALL"], name
         assert service["security_opt"] == ["no-new-privileges:true"], name
-        assert "user" not in service, name  # the image's: not root
+        if file in PROXIES:
+            # Caddy's image has root
+            assert service["user"] == "10001:10001"
+        else:
+            assert "user" not in service, name  # the image's: not root
         if name not in ONE_SHOT:
             assert service["restart"] == "unless-stopped", name
             assert "healthcheck" in service, name
@@ -251,6 +262,27 @@ def test_every_client_says_which_folders_a_run_may_name() -> None:
             if command[:1] == ["flower-supernode"]:
                 assert "allowed-dirs='/app/kits'" in command[-1]
     assert "allowed-dirs='/srv/kits'" in (ROOT / "deploy/systemd/environment").read_text()
+
+
+def test_proxies_get_the_keys_that_their_files_name() -> None:
+    """Units read copies of the keys, which systemd makes for a user that has nothing else."""
+    names = {"osfl-proxy": "Caddyfile", "osfl-site-proxy": "site.Caddyfile"}
+    for unit_name, file in names.items():
+        unit = (ROOT / "deploy" / "systemd" / f"{unit_name}.service").read_text()
+        assert f"--config /opt/osfl/deploy/proxy/{file}\n" in unit
+        used = set(
+            re.findall(
+                r"\{\$OSFL_KEYS:/etc/osfl\}/(\S+)",
+                (ROOT / "deploy" / "proxy" / file).read_text(),
+            )
+        )
+        assert set(re.findall(r"^LoadCredential=(.*?):/etc/osfl/\1$", unit, re.MULTILINE)) == used
+        assert "DynamicUser=true\n" in unit
+    for file, settings in zip(names.values(), PROXIES, strict=True):
+        (proxy,) = services(settings).values()
+        assert words(proxy)[-1] == f"/proxy/{file}"
+        variables = set(re.findall(r"\{\$(\w+)", (ROOT / "deploy" / "proxy" / file).read_text()))
+        assert variables <= set(proxy["environment"])
 
 
 @pytest.mark.parametrize("values", [{}, WHOLE, SITE], ids=["server", "whole", "site"])
