@@ -20,6 +20,7 @@ Payload for Stable unCLIP 2.1 (embeddings of 1024 and their level's encoding): (
 12,288 numbers per class.
 """
 
+import math
 from functools import partial
 
 import torch
@@ -101,7 +102,8 @@ def summand(embeddings: torch.Tensor, add_noise: EmbeddingNoise, job: ClientJob)
     """
     scaled = add_noise.normalizer.scale(embeddings)
     if not job.config.epsilon:
-        return scaled.mean(dim=0, keepdim=True)
+        plain: torch.Tensor = scaled.mean(dim=0, keepdim=True)
+        return plain
     job.sum_noise.limit = clipping_bound(scaled, job.config)
     center = torch.zeros_like(scaled[0])
     return clipped_mean(scaled, center, job.sum_noise.limit).float().unsqueeze(0)
@@ -109,4 +111,4 @@ def summand(embeddings: torch.Tensor, add_noise: EmbeddingNoise, job: ClientJob)
 
 def clipping_bound(scaled: torch.Tensor, config: RunConfig) -> float:
     """Return `clip-norm` in units of the typical norm of vectors whose entries have deviation 1."""
-    return config.clip_norm * scaled.shape[1] ** 0.5
+    return config.clip_norm * math.sqrt(scaled.shape[1])
