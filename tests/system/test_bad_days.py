@@ -177,7 +177,7 @@ def test_a_table_names_why_ray_did_not_start_after_a_second_try(osfl: Any, tmp_p
     finally:
         del os.environ["RAY_TMPDIR"]
     assert result.returncode == 1
-    assert result.stdout.count("tried again") == 1
+    assert result.stderr.count("tried again") == 1
     page = (tmp_path / "out" / "table.md").read_text()
     assert "Ray, which runs the clients, did not start: FileNotFoundError" in page
     assert "/proc/none" in page

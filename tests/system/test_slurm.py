@@ -67,7 +67,7 @@ def test_the_jobs_run_a_federation_and_end_with_it(tmp_path: Path, tiny_kit: Pat
             submit(name, job + 1, client, str(job), SLURM_ARRAY_TASK_ID=str(number))
         assert processes["server"].wait(timeout=300) == 0, log("server")[-3000:]
         for name in names:
-            assert processes[name].wait(timeout=60) == 0, log(name)[-3000:]
+            assert processes[name].wait(timeout=120) == 0, log(name)[-3000:]
     finally:
         for process in processes.values():
             end_process_tree(process.pid)
