@@ -213,6 +213,7 @@ def test_more_steps_need_more_noise() -> None:
     assert often > 3 * once
 
 
+@pytest.mark.slow
 def test_gradients_are_each_images_own() -> None:
     """A ResNet in evaluation mode, where BatchNorm mixes nothing, has the gradients of single
     images.

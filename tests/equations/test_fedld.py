@@ -80,6 +80,7 @@ def mixture() -> LatentMixture:
     return LatentMixture(("three",), torch.tensor(WEIGHTS).float(), means, variances)
 
 
+@pytest.mark.slow
 def test_starts_have_the_mixtures_moments() -> None:
     """E z = sum_m w mu and Cov z = diag(sum_m w v) + sum_m w mu mu' - E z E z'."""
     jobs = plan_images("fedld", 0, {"a": [3]}, 10_000)

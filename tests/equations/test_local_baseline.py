@@ -95,6 +95,7 @@ def check(home: Path, config: RunConfig, epochs: int, recipe: Any, model: str) -
         }
 
 
+@pytest.mark.slow
 def test_each_client_trains_alone_by_the_global_recipe(
     home: Path, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

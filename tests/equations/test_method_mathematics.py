@@ -168,6 +168,7 @@ def test_a_zig_zag_costs_five_unet_rows(tiny_kit, monkeypatch) -> None:  # type:
 # ---- Mixtures and clusters (Espresso) ----
 
 
+@pytest.mark.slow
 def test_noise_from_a_mixture_has_its_moments() -> None:
     """Weights 1/4 and 3/4, means -4 and 4 / variances 1 and 0.25.
 
@@ -238,6 +239,7 @@ def test_mixed_latents_are_noised_to_the_first_timestep() -> None:
     assert latents.var().item() == pytest.approx(0.5 * 2 / 3 * 7 + 0.5, rel=0.05)
 
 
+@pytest.mark.slow
 def test_espresso_sends_what_its_ablation_says(tiny_kit) -> None:  # type: ignore[no-untyped-def]
     """Two classes, of five images and of one: 2 clusters and 1; weights are shares of the images.
 
@@ -262,6 +264,7 @@ def test_espresso_sends_what_its_ablation_says(tiny_kit) -> None:  # type: ignor
     ).abs().max() < 1  # ten images' steps away from the prompt
 
 
+@pytest.mark.slow
 def test_a_condition_is_drawn_by_its_clusters_share(tiny_kit) -> None:  # type: ignore[no-untyped-def]
     kit = load_kit(tiny_kit)
     states = []
@@ -319,6 +322,7 @@ def test_edited_noise_has_a_lower_loss_and_other_images(tiny_kit) -> None:  # ty
     assert not torch.equal(fedcado.sample(kit, plan, prompts, teachers, settings, 2), plain)
 
 
+@pytest.mark.slow
 def test_a_teacher_without_batchnorm_warns_and_guides() -> None:
     model = classifiers.build_classifier("vgg16", 10, small_stem=True)
     with pytest.warns(UserWarning, match="vgg16 has no BatchNorm layer, so L_BN is 0"):
@@ -333,6 +337,7 @@ def test_a_teacher_without_batchnorm_warns_and_guides() -> None:
 # ---- OSCAR ----
 
 
+@pytest.mark.slow
 def test_oscars_mean_is_a_loops(tiny_kit) -> None:  # type: ignore[no-untyped-def]
     data = images(3, 3, 3, 8)
     captioner = encoders.load_captioner(str(tiny_kit), CPU)
@@ -350,6 +355,7 @@ def test_oscars_mean_is_a_loops(tiny_kit) -> None:  # type: ignore[no-untyped-de
     assert torch.allclose(pooled.vectors[1], text.pooled([captions[3]])[0], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_captions_cost_as_much_as_when_all_is_counted(tiny_kit) -> None:  # type: ignore[no-untyped-def]
     """The first of equally large batches is counted. Here 16, 16 and 2 images, of 5 words
     and of 3.
@@ -392,6 +398,7 @@ def test_pooling_takes_the_end_of_text(tiny_kit) -> None:  # type: ignore[no-unt
 # ---- FGL ----
 
 
+@pytest.mark.slow
 def test_fgl_sends_every_caption_and_uses_them_in_turn(tiny_kit) -> None:  # type: ignore[no-untyped-def]
     data = images(3, 5, 3)
     payload = fgl_half.make_payload(job_of(tiny_kit, data, method="fgl"))
@@ -602,6 +609,7 @@ def test_concepts_are_sampled_as_diffusers_own_pipeline_samples_them(
     assert (ends[0] - theirs).norm() / theirs.norm() < 1e-4
 
 
+@pytest.mark.slow
 def test_words_learn_to_lower_the_denoising_loss(tiny_kit) -> None:  # type: ignore[no-untyped-def]
     data = images(*[3] * 6)
     kit = load_kit(tiny_kit)
@@ -1045,6 +1053,7 @@ def test_the_papers_payloads_are_counted(monkeypatch: pytest.MonkeyPatch) -> Non
     assert sum(b.numel() for name, b in resnet.named_buffers() if "running" in name) == 9_600
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "architecture",
     ["mobilenet_v3_small", "mobilenet_v2", "shufflenet_v2_x1_0", "resnet34", "resnet50", "vgg16"],
@@ -1121,6 +1130,7 @@ def test_the_size_of_a_model_outside_the_kit_is_unknown(tiny_kit) -> None:  # ty
     ]
 
 
+@pytest.mark.slow
 def test_a_simulated_client_knows_its_domain() -> None:
     config = parse_run_config(quick()).data
     assert [domain_name(config, NodeConfig(partition_id=k), 0) for k in (0, 2, 5)] == [

@@ -123,6 +123,7 @@ def test_a_class_with_fewer_images_than_components(count: int) -> None:
     assert torch.allclose(means[order], A_T.sqrt() * mixed[theirs], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_clients_send_the_closed_mixture_unless_the_sampled_is_asked_for(tiny_kit) -> None:  # type: ignore[no-untyped-def]
     """A class of five images and one of a single image, whose starts would all be the same with a
     variance of 1e-6.

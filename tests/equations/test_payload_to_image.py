@@ -190,7 +190,7 @@ def test_feddisc(tiny_unclip, composed) -> None:  # type: ignore[no-untyped-def]
 
 
 def test_feddiscs_sum_is_the_expected_condition_at_the_level(tiny_unclip) -> None:  # type: ignore[no-untyped-def]
-    """By hand, of a class's mean in the normalizer's units: mu + s sqrt(a) z, and the level."""
+    """The server computes mu + s sqrt(a) z of a class's mean z, and encodes the level."""
     state = load_file(tiny_unclip / "image_normalizer" / "diffusion_pytorch_model.safetensors")
     mu, s = state["mean"], state["std"]
     width = mu.numel()

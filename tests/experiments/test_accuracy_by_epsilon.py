@@ -35,6 +35,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(MECHANISMS, name, {**settings, "votes.draws": 1, **fewer})
 
 
+@pytest.mark.slow
 def test_a_payload_is_made_once_for_each_epsilon_count_and_client(quick: None) -> None:
     oscar = MECHANISMS["OSCAR"]
     blob = accuracy_by_epsilon.payload(oscar, 0, 2, 0.5)

@@ -18,6 +18,7 @@ from tests.helpers.settings import quick
 DEFAULTS = default_config()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["prompts-only", "ceiling"])
 def test_a_fold_is_taught_by_the_others_and_tested_by_its_own(
     method: str, home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch

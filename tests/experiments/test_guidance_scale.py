@@ -47,6 +47,7 @@ def test_a_guidance_is_the_sum_of_a_methods_scales(name: str) -> None:
     assert all("guidance" in key for key in row.scales)
 
 
+@pytest.mark.slow
 def test_a_cell_is_computed_once_on_the_validation_split(
     base: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,6 +67,7 @@ def test_a_cell_is_computed_once_on_the_validation_split(
     assert guidance_scale.cell("prompts-only", 2.0, 0, base) == cell
 
 
+@pytest.mark.slow
 def test_branches_share_the_guidance_and_seeds_share_payloads(
     base: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,6 +49,7 @@ def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return harness.BENCHMARKS / "privacy" / "tables"
 
 
+@pytest.mark.slow
 def test_the_table_has_bytes_and_paired_differences(
     tables: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,6 +96,7 @@ def test_a_classifiers_tensors_count() -> None:
     assert name == "domain"
 
 
+@pytest.mark.slow
 def test_classifiers_are_tested_as_they_arrive(
     monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:

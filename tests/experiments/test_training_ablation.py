@@ -73,6 +73,7 @@ def test_a_cell_trains_with_its_switch_and_is_made_once(trained: list[Any]) -> N
     assert len(trained) == 2
 
 
+@pytest.mark.slow
 def test_the_ceilings_images_go_through_the_runs_own_autoencoder(trained: list[Any]) -> None:
     """Twenty of them: what the kit gives back is like each, and is not it; labels are theirs. It
     is no cell of the recipe's.

@@ -74,6 +74,7 @@ def test_a_held_out_client_takes_no_place(home: Path, tiny_kit: Path) -> None:
     assert [file.stem for file in payloads] == ["client-0"]
 
 
+@pytest.mark.slow
 def test_a_tester_that_does_not_test_is_named(home: Path, tiny_kit: Path) -> None:
     """Not the client that was not to."""
 

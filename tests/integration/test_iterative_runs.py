@@ -41,6 +41,7 @@ def keep_replies(replies: list[dict[str, torch.Tensor]]):  # type: ignore[no-unt
     return tamper
 
 
+@pytest.mark.slow
 def test_fedavg_is_the_mean_of_what_the_clients_sent(home: Path, tiny_kit: Path) -> None:
     """One round of clients with equally many images: BatchNorm statistics too."""
     replies: list[dict[str, torch.Tensor]] = []
@@ -53,6 +54,7 @@ def test_fedavg_is_the_mean_of_what_the_clients_sent(home: Path, tiny_kit: Path)
             assert torch.allclose(value, (sent[0][name] + sent[1][name]) / 2, atol=1e-6), name
 
 
+@pytest.mark.slow
 def test_fedavg_weights_by_images(home: Path, tiny_kit: Path) -> None:
     """A client that says it has three times as many images counts three times."""
     replies: dict[int, dict[str, torch.Tensor]] = {}  # Flower asks the clients in any order
@@ -431,6 +433,7 @@ def spoil(reply: RecordDict, wrong: dict) -> None:
             reply["metrics"] = MetricRecord(dict(reply.metric_records["metrics"]) | {name: value})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "wrong", [{"fc.bias": torch.full((10,), float("nan"))}, {"num-examples": -5}]
 )
@@ -455,6 +458,7 @@ def test_the_sender_of_a_wrong_reply_is_excluded_and_named(
     assert torch.isfinite(model(home, "fedavg", "fewer")["fc.bias"]).all()
 
 
+@pytest.mark.slow
 def test_unrequested_figures_are_ignored(home: Path, tiny_kit: Path) -> None:
     def tamper(index: int, kind: str, reply: Message) -> Message:
         if kind == "train" and index == 1:
@@ -533,6 +537,7 @@ def test_a_mean_that_is_not_finite_is_not_kept(
     assert metrics(home)["rounds"] == 2
 
 
+@pytest.mark.slow
 def test_a_client_that_fails_in_a_round_is_named(home: Path, tiny_kit: Path) -> None:
     config = quick(
         method="fedavg",

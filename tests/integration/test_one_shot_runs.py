@@ -620,6 +620,7 @@ def test_a_node_that_the_superlink_forgot_is_waited_for(monkeypatch: pytest.Monk
     assert (look(), replies) == (0, [(5, "content")])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_a_client_that_does_not_test_is_not_waited_for_long(home: Path, tiny_kit: Path) -> None:
     def lost(index: int, kind: str, reply: Message) -> Message | None:
@@ -679,6 +680,7 @@ def test_a_client_without_data_says_so(home: Path, tiny_kit: Path) -> None:
         start(quick(method="prompts-only", kit=str(tiny_kit), num_clients=7))
 
 
+@pytest.mark.slow
 def test_a_job_id_stands_for_one_configuration(home: Path, tiny_kit: Path) -> None:
     start(quick(method="prompts-only", kit=str(tiny_kit)))
     with pytest.raises(ConfigError, match="'job' was started with seed = 0; this run has 1"):
@@ -714,6 +716,7 @@ def test_a_missing_kit_is_named(home: Path) -> None:
         assert "train" not in {kind for _, kind in grid.sent}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "needed"), [("prompts-only", False), ("feddeo", True)])
 # The global model
 def test_only_a_client_that_needs_the_kit_must_have_it(
@@ -734,6 +737,7 @@ def test_only_a_client_that_needs_the_kit_must_have_it(
         assert all(costs["download_bytes"] < 50e6 for costs in metrics(home)["clients"].values())
 
 
+@pytest.mark.slow
 def test_the_ceiling_needs_no_numbers_in_the_clients_names(home: Path, tiny_kit: Path) -> None:
     config = quick(method="ceiling", kit=str(tiny_kit))
     grid = LoopGrid(
@@ -838,6 +842,7 @@ def test_a_node_that_may_not_join_is_named(
         start(quick(method="prompts-only", kit=str(tiny_kit)), tamper=tamper)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_a_silent_client_is_given_up_at_the_deadline(home: Path, tiny_kit: Path) -> None:
     def lost(index: int, kind: str, reply: Message) -> Message | None:
@@ -847,6 +852,7 @@ def test_a_silent_client_is_given_up_at_the_deadline(home: Path, tiny_kit: Path)
         start(quick(method="feddeo", kit=str(tiny_kit), deadline=1.0), tamper=lost)
 
 
+@pytest.mark.slow
 def test_invalid_confusion_matrices_are_refused(home: Path, tiny_kit: Path) -> None:
     """Another one of each client but the first."""
     matrices = {

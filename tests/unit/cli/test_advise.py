@@ -141,6 +141,7 @@ def test_the_table_has_every_method_with_its_costs(home: Path, tiny_kit: Path) -
     assert "- zero-shot accuracy (CLIP): none\n" in text
 
 
+@pytest.mark.slow
 def test_a_clients_computation_is_its_passes(home: Path, tiny_kit: Path) -> None:
     """Count by hand, from one forward pass; the digits' table measures the same within 7 %."""
     from osfl.models.diffusion import unet_flops

@@ -124,6 +124,7 @@ def test_a_wrong_table_is_named_before_anything_runs(
         read_table(write(tmp_path), rows="nobody")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "file", sorted((ROOT / "configs" / "tables").glob("*.toml")), ids=lambda file: file.stem
 )

@@ -122,6 +122,7 @@ def copy_of(preset: str, folder: Path) -> dict:
     return settings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_fits_a_copy_of_its_data_set_with_every_method(
     preset: str, tmp_path: Path

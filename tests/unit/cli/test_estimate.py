@@ -88,6 +88,7 @@ def test_rows_of_an_image(method: str, settings: dict, rows: int, tiny_kit: Path
     assert rows_per_image(config, timesteps(load_kit(tiny_kit).scheduler, 2)) == rows
 
 
+@pytest.mark.slow
 @pytest.mark.flops
 def test_judging_is_part_of_the_samplings_cost(tiny_kit: Path, home: Path) -> None:
     """Two clients with ten classes each; of a class's seven images six are looked at, with ten
@@ -112,6 +113,7 @@ def arguments(kit: Path, **overrides: object) -> list[str]:
     return ["run", "--dry-run", *quick_arguments(kit, **overrides)]
 
 
+@pytest.mark.slow
 def test_a_dry_run_shows_and_leaves_nothing(
     home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,6 +237,7 @@ def test_noise_is_as_long_as_the_limit_where_the_mean_is_of_so_many() -> None:
     assert noised.norm().item() == pytest.approx(3.0, rel=0.12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("epsilon", "drowned"), [(1.0, True), (16.0, False)])
 def test_a_dry_run_says_what_noise_leaves(
     home: Path, monkeypatch: pytest.MonkeyPatch, epsilon: float, drowned: bool

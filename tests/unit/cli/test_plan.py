@@ -127,6 +127,7 @@ def test_a_units_flops_are_those_of_the_loaded_unet(tiny_kit: Path, tiny_unclip:
         assert unet_flops(str(folder)) < counter.get_total_flops() + 1
 
 
+@pytest.mark.slow
 def test_a_plan_is_runs_images_passes_and_bytes(tiny_kit: Path, tmp_path: Path) -> None:
     """2 seeds x 2 clients x 10 classes x 3 images, in 4 steps of three branches each."""
     rows = "seeds = [0, 1]\n[rows.DEO]\nmethod = 'feddeo'\n[rows.AVG]\nmethod = 'fedavg'\n"
@@ -190,6 +191,7 @@ def test_missing_models_and_data_are_named(
     assert printed.count("the hub is not reached") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", PAPERS, ids=[file.stem for file in PAPERS])
 def test_every_papers_table_is_a_table(file: Path) -> None:
     """The settings are ours; the figures are percentages with rows and a source."""

@@ -69,6 +69,7 @@ def site(kit: Path, **settings: object) -> SiteMeasurement:
     return SiteMeasurement(config, NODE, "client-0")
 
 
+@pytest.mark.slow
 def test_the_share_is_of_images_whose_own_prompt_has_the_smallest_error(
     home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

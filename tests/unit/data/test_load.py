@@ -105,6 +105,7 @@ def test_drawings_are_fixed_for_ever(split: str, digest: str) -> None:
     assert sha256.hexdigest() == digest
 
 
+@pytest.mark.slow
 def test_public_corpus_is_long_tailed() -> None:
     public = public_digits(load_split)
     domains = np.array(public.domains)
@@ -354,6 +355,7 @@ def test_missing_empty_and_unknown_folders_are_named(tmp_path) -> None:  # type:
         (tmp_path / "train" / name).rename(tmp_path / "train" / "yak")
 
 
+@pytest.mark.slow
 def test_real_photographs(tmp_path) -> None:  # type: ignore[no-untyped-def]
     """PACS as a site would have it: one domain, real JPEGs."""
     pacs = ROOT.parent / "shared" / "data" / "pacs" / "sketch"

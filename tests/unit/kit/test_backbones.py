@@ -76,6 +76,7 @@ def pixels(count: int = 4, side: int = 24) -> torch.Tensor:
     return torch.randint(256, (count, 3, side, side), generator=generator, dtype=torch.uint8)
 
 
+@pytest.mark.slow
 def test_an_images_mean_deviation_and_size_are_the_models_own() -> None:
     """timm's small ViT: (x / 255 - 0.5) / 0.5, at 160 px; its ResNet takes images as they are."""
     vit = build_classifier(VIT, 5)

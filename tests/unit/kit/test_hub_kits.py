@@ -37,6 +37,7 @@ UNET = "unet/diffusion_pytorch_model.safetensors"
 CPU = torch.device("cpu")
 
 
+@pytest.mark.slow
 def test_the_files_of_a_role_are_fetched_once(
     served: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,6 +77,7 @@ def test_stable_diffusion_is_sampled_as_diffusers_samples_it(
         assert (sampled(TEXTS[1]) - theirs).norm() / theirs.norm() > 1e-4
 
 
+@pytest.mark.slow
 def test_latents_are_decoded_as_diffusers_decodes_them(tmp_path: Path) -> None:
     folder = hub_layouts.sd15(tmp_path / "kit")
     kit = load_kit(folder)
@@ -171,6 +172,7 @@ def test_dinov2_sees_224_of_256_pixels(tmp_path: Path) -> None:
     assert torch.allclose(encoder(pictures(300)), expected, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "size"), [(hub_layouts.blip, 384), (hub_layouts.blip2, 224)], ids=["1", "2"]
 )

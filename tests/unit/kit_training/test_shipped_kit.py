@@ -96,6 +96,7 @@ def test_class_prompts_give_legible_photographs(shipped_kit: Path, reader: SVC) 
     assert reader.score(grey(pixels), labels) > 0.85
 
 
+@pytest.mark.slow
 def test_few_steps_are_as_legible(shipped_kit: Path, reader: SVC) -> None:
     """Two of LCM with the kit's few-step weights, which two steps without them are not."""
     jobs = plan_images("test", 0, {"a": range(10)}, 8)
@@ -130,6 +131,7 @@ def test_style_prompts_give_the_style(shipped_kit: Path) -> None:
     assert by_style["infograph"][2] > 0.8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "table", sorted((ROOT / "configs" / "tables").glob("*.toml")), ids=lambda file: file.stem
 )
@@ -230,6 +232,7 @@ def test_the_tiny_decoder_sees_what_the_autoencoder_sees(shipped_kit: Path, seen
     assert torch.cdist(of_small, of_kit).argmin(1).tolist() == list(range(len(of_kit)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "file",
     sorted((ROOT / "kits" / "digits" / "classifiers").glob("*.safetensors")),

@@ -30,6 +30,7 @@ def begin(scratch: Path, seconds: float) -> subprocess.Popen:
     )
 
 
+@pytest.mark.slow
 def test_a_process_its_children_and_a_folder_go_when_the_input_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -56,6 +57,7 @@ def test_a_process_its_children_and_a_folder_go_when_the_input_ends(
     assert not scratch.exists()
 
 
+@pytest.mark.slow
 def test_a_process_whose_parent_has_ended_goes_too(tmp_path: Path) -> None:
     """Ray's clients outlive the simulation that started them."""
     with begin(tmp_path, 0) as parent:

@@ -225,6 +225,7 @@ def test_a_kits_digest_covers_the_second_encoder(tiny_pair: Path, tmp_path: Path
 # ---- Methods ----
 
 
+@pytest.mark.slow
 def test_oscar_sends_states_and_the_server_adds_the_prompts_pooled_vector(
     tiny_pair: Path, inputs: list[dict[str, Any]]
 ) -> None:
@@ -281,6 +282,7 @@ def test_feddeo_learns_states_under_the_prompts_pooled_vector(
         _assert_added(arguments, pooled_by_hand(kit, ["", "", *TEXTS, *TEXTS]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS_THAT_SAMPLE)
 def test_every_method_but_feddisc_learns_and_samples_with_it(
     tiny_pair: Path, inputs: list[dict[str, Any]], method: str

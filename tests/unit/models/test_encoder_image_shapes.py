@@ -81,6 +81,7 @@ def test_pictures_of_a_folder_fit_their_encoder(tmp_path: Path) -> None:
     assert load_images(config, node, "train", 0).pixels.shape == (2, 3, 32, 32)
 
 
+@pytest.mark.slow
 def test_clients_load_their_images_as_their_encoders_want_them(
     tiny_kit: Path, tiny_unclip: Path
 ) -> None:

@@ -75,6 +75,7 @@ def test_a_block_has_a_scale_of_its_own() -> None:
     assert values[64:] == pytest.approx([0.7] * 64, rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", CODECS)
 def test_sizes_are_the_documented_ones(codec: str) -> None:
     """Evenly spread numbers, each value as often as any other: deflating saves next to nothing."""
@@ -131,6 +132,7 @@ def test_repetitions_are_deflated(codec: str) -> None:
     assert unpack(data.tobytes(), 1024, codec) == pytest.approx(numbers, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_bomb_is_not_inflated() -> None:
     """A gigabyte of zeros in a megabyte of bytes, where 2 MB of numbers are asked for."""
     bomb = zlib.compress(bytes(10**9), level=1)

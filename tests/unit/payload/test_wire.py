@@ -341,6 +341,7 @@ def test_every_kind_round_trips(method: str) -> None:
     assert pb.Payload.FromString(encoded).SerializeToString(deterministic=True) == encoded
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc"
 )

@@ -58,6 +58,7 @@ def test_the_halves_do_not_import_each_other() -> None:
         assert not imports(file) & forbidden, file
 
 
+@pytest.mark.slow
 def test_heavy_libraries_have_one_door_each() -> None:
     """But for what builds the untrained parts of a kit, and for code that exports contain."""
     doors = {"diffusers": "osfl/models/diffusion.py", "transformers": "osfl/models/encoders.py"}
@@ -131,6 +132,7 @@ def import_graph() -> dict[str, set[str]]:
     }
 
 
+@pytest.mark.slow
 def test_imports_run_in_no_circle() -> None:
     """Imports inside functions are imports too, but for those that are listed."""
     graph = import_graph()

@@ -245,6 +245,7 @@ def test_a_thousand_classes_with_histograms_take_seconds(tmp_path: Path) -> None
     assert json.loads(metrics.read_text())["confusion"]["FT"]["client-5"] == cells.tolist()
 
 
+@pytest.mark.slow
 def test_pictures_of_noise_are_no_larger(tmp_path: Path) -> None:
     """No format makes noise small.
 

@@ -698,6 +698,7 @@ def test_what_a_departure_leaves_is_a_violation(
     assert re.search(problem, violation)
 
 
+@pytest.mark.slow
 def test_a_removal_is_killed_and_repeated(
     testbed: Testbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -238,6 +238,7 @@ def test_a_server_that_is_killed_changes_the_stamp(root: Path) -> None:
     assert run.summary().state == "interrupted"
 
 
+@pytest.mark.slow
 def test_the_stream_sends_only_sections_that_differ(root: Path) -> None:
     """A server that is ending ends the stream; meanwhile a client joins."""
     finished_run(root / "study")

@@ -321,6 +321,7 @@ def flower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return {**os.environ, "PATH": path}
 
 
+@pytest.mark.slow
 def test_the_log_of_a_federation_is_plain(flower: dict[str, str]) -> None:
     lines: list[str] = []
     launch.follow_log(7, "there", flower, lines.append)

@@ -97,6 +97,7 @@ def test_a_p_value_is_the_theorems(right: int, guesses: int, coins: int) -> None
     assert p_value(right, guesses, coins, epsilon, 0.0) == pytest.approx(beta, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_a_bound_holds_as_often_as_it_says() -> None:
     """Randomised response with epsilon 1 tells the truth with e / (1 + e): the tightest there is.
     Of 1,000 audits at 99 % some 10 may claim more.

@@ -26,6 +26,7 @@ from tests.helpers.client_jobs import CLASSES, images, job_of
 from tests.helpers.settings import plain_classifier, quick
 
 
+@pytest.mark.slow
 def test_each_class_learns_as_if_it_were_alone(tiny_kit) -> None:  # type: ignore[no-untyped-def]
     """Classes share a UNet batch and nothing else, also when they have different numbers of images
     and so of steps.
@@ -157,6 +158,7 @@ def test_one_image_in_a_class_is_enough_for_both(tiny_kit) -> None:  # type: ign
     assert feddeo_half.make_payload(job_of(tiny_kit, data)).vectors.shape[0] == 2
 
 
+@pytest.mark.slow
 def test_training_that_diverges_says_so(tiny_kit) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ClassifierError, match=r"diverged at step \d+ .*lower lr = 100"):
         classifier_half.make_payload(
@@ -240,6 +242,7 @@ def test_training_does_not_depend_on_memory_layout() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
 
 
+@pytest.mark.slow
 def test_mixed_precision_is_of_the_products() -> None:
     """bfloat16: what a convolution gives.
 
@@ -424,6 +427,7 @@ def test_a_branch_of_scale_zero_costs_nothing(tiny_kit, monkeypatch) -> None:  #
         assert rows == [2 * branches] * 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("steps", "predicts"), [(2, "epsilon"), (20, "epsilon"), (50, "epsilon"), (20, "v_prediction")]
 )

@@ -81,6 +81,7 @@ def task() -> None:
     begin_task()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_seven_models_by_hand(aggregation: str) -> None:
     """No image count matters, nor does BatchNorm's number of batches, of which the median stays."""
@@ -98,6 +99,7 @@ def test_seven_models_by_hand(aggregation: str) -> None:
     assert result["batches"].item() == 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("aggregation", ["krum", "multi-krum", "bulyan"])
 def test_close_models_far_from_zero_are_told_apart(aggregation: str) -> None:
     """In float32, the squared distance of 10,001 and 10,004 would be a multiple of 16."""
@@ -111,6 +113,7 @@ def test_the_mean_is_flowers_own() -> None:
     assert with_aggregation(strategy, rounds_of("mean")) is strategy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("aggregation", "least"), [("median", 3), ("krum", 5), ("bulyan", 7)])
 def test_too_few_models_are_not_aggregated(aggregation: str, least: int) -> None:
     """Models may be fewer than arrived, if a defense drops some."""

@@ -178,6 +178,7 @@ def slow_upload(grid: NodesGrid, node: int, event: threading.Event) -> None:
 # Deadlines
 
 
+@pytest.mark.slow
 def test_a_slow_upload_holds_up_neither_the_others_nor_the_deadline(
     tmp_path: Path, stuck: threading.Event
 ) -> None:
@@ -225,6 +226,7 @@ def test_a_slow_upload_that_comes_in_time_is_used(tmp_path: Path, stuck: threadi
     assert Counter(grid.asked("train")) == {0: 1, 1: 1}
 
 
+@pytest.mark.slow
 def test_an_upload_that_is_half_here_is_not_asked_for_anew(
     tmp_path: Path, stuck: threading.Event
 ) -> None:
@@ -281,6 +283,7 @@ def test_only_crashes_count_as_attempts(errors: list[Error], is_used: bool, tmp_
     assert grid.asked("train").count(0) == len(errors) + is_used
 
 
+@pytest.mark.slow
 def test_a_slow_upload_does_not_hold_up_joining(tmp_path: Path, stuck: threading.Event) -> None:
     grid = NodesGrid({n: fit(f"client-{n}") for n in range(3)})
     slow_upload(grid, 0, stuck)
@@ -401,6 +404,7 @@ def rounds_grid(grid: NodesGrid, config: RunConfig, members: Members) -> tuple[C
     return between, messages
 
 
+@pytest.mark.slow
 def test_a_slow_upload_does_not_hold_up_a_round(tmp_path: Path, stuck: threading.Event) -> None:
     config = settings(method="fedavg", num_clients=2, min_clients=1, deadline=3.5, test_timeout=1.0)
     grid = NodesGrid({n: but(f"client-{n}", "train", trained) for n in range(2)})
@@ -431,6 +435,7 @@ def test_a_time_that_was_reached_is_named_and_no_other(
     )
 
 
+@pytest.mark.slow
 def test_more_slow_uploads_than_threads_do_not_hold_up_the_phase(
     tmp_path: Path, stuck: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -532,6 +537,7 @@ def test_a_rest_ends_with_the_phase_or_with_a_reply(monkeypatch: pytest.MonkeyPa
     assert time.monotonic() - began < 0.3 + TIGHT + TIGHT
 
 
+@pytest.mark.slow
 def test_acknowledgements_do_not_outlast_the_deadline(tmp_path: Path) -> None:
     """A client is gone when its payload is here; another is silent."""
     config = settings(num_clients=2, min_clients=1, deadline=1.5)
@@ -554,6 +560,7 @@ def test_acknowledgements_do_not_outlast_the_deadline(tmp_path: Path) -> None:
 # Spares
 
 
+@pytest.mark.slow
 def test_two_of_five_hundred_nodes_are_eligible(tmp_path: Path, stuck: threading.Event) -> None:
     """The others refuse, are silent, upload for ever, talk nonsense, or are of another version."""
     old = ConfigRecord({"client": "old", "version": "0.0.1"})

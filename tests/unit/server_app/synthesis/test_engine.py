@@ -285,6 +285,7 @@ def test_other_settings_of_the_sampling_are_other_images(tiny_kit: Path, home: P
     assert not units("three", synthesis__steps=3) & names
 
 
+@pytest.mark.slow
 def test_every_setting_is_measured_with_what_was_chosen_before(
     tiny_kit: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
