@@ -76,7 +76,7 @@ def saved(digits: Digits, folder: Path) -> Path:
 
 def command(*arguments: str | Path) -> str:
     """Run `osfl` with arguments, and return its output."""
-    words = [sys.executable, "-m", "osfl.cli.main", *map(str, arguments)]
+    words = [str(Path(sys.executable).parent / "osfl"), *map(str, arguments)]
     return subprocess.run(words, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
@@ -181,7 +181,7 @@ def swept() -> Line:
     seconds, accuracies, phases = [], [], []
     for guidance in GUIDANCES:
         again = finished_run(
-            f"-guidance-{guidance:g}",
+            f"-guidance-{100 * guidance:.0f}-percent",
             "demo",
             payloads_from=str(run.folder),
             domain_vector__guidance=guidance,
