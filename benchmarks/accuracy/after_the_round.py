@@ -232,6 +232,8 @@ PACS_RUN = {
     "classifier.init": "none",
     "classifier.epochs": 5,
     "local-baseline": True,
+    # Sites share this machine's cores
+    "test-timeout": 7200,
 }
 
 

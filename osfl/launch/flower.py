@@ -319,6 +319,8 @@ def outcome(
             run = json.loads(result.stdout[result.stdout.index(b"{") :])["runs"][0]
             status = sanitize(run["status"])
             details = run.get("status-details") or run.get("details") or ""
+            # As Flower says that there are none
+            details = "" if details == "N/A" else details
             details = _with_hint(sanitize_lines(details, MAX_MESSAGE_LENGTH))
         except (ValueError, KeyError, IndexError):
             status = "unknown"

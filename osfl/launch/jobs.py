@@ -182,7 +182,9 @@ def simulate(
         if folder.path.is_dir():
             log_file = folder.move_log(log_file)
     state = read_status(folder.path)
-    if not status.startswith("finished:completed") or state.get("phase") != "finished":
+    # A run with its report is over for Flower only when the clients that it gave up have ended
+    has_failed = status.startswith("finished") and not status.startswith("finished:completed")
+    if has_failed or state.get("phase") != "finished":
         raise _failure(state.get("error", ""), details or f"Flower says: {status}", log_file)
     return read(folder.path)
 

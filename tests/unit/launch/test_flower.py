@@ -43,3 +43,6 @@ def test_other_details_are_left_alone(tmp_path: Path, monkeypatch: pytest.Monkey
     environment = flwr_that_says("the run ran out of luck", tmp_path)
     monkeypatch.setenv("PATH", environment["PATH"])
     assert outcome(1, "hospitals", environment)[1] == "the run ran out of luck"
+    # Flower's text for a run without any
+    flwr_that_says("N/A", tmp_path)
+    assert outcome(1, "hospitals", environment)[1] == ""

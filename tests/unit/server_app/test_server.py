@@ -400,6 +400,37 @@ def test_results_that_a_broken_log_lacks_are_read_from_it_again(
     assert logs == []
 
 
+@pytest.mark.parametrize(
+    ("status", "phase", "problem"),
+    [
+        # A client that was given up still trains, and Flower waits for it
+        ("running", "finished", ""),
+        ("finished:completed", "finished", ""),
+        ("finished:failed", "finished", "the run failed: why"),
+        ("running", "synthesis", "the run failed: why"),
+    ],
+)
+def test_a_simulation_has_succeeded_with_its_report(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: str, phase: str, problem: str
+) -> None:
+    def end(log_stream: None, folder: Path, view: object) -> None:
+        folder.mkdir(parents=True)
+        Status(folder).phase(phase)
+
+    monkeypatch.setattr(jobs, "_check_simulation", lambda *_: None)
+    monkeypatch.setattr(jobs, "_stream_log", lambda *_: nullcontext())
+    monkeypatch.setattr(jobs, "watch", end)
+    monkeypatch.setattr(launch, "local_superlink", lambda *_: nullcontext({}))
+    monkeypatch.setattr(launch, "submit", lambda *_: 7)
+    monkeypatch.setattr(launch, "outcome", lambda *_: (status, "why"))
+    job = jobs.new_job(["job-id=job"], tmp_path)
+    resources = jobs.Resources()
+    failure = pytest.raises(launch.LaunchError, match=problem) if problem else nullcontext()
+    with failure:
+        metrics = jobs.simulate(job, resources, QuietDisplay(), read=lambda _: {"average": 1.0})
+        assert metrics == {"average": 1.0}
+
+
 def test_the_innermost_cause_of_the_last_failure_is_reported() -> None:
     """Not that of an earlier one, and not what Flower made of it."""
     try:
