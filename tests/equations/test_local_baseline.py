@@ -202,7 +202,7 @@ def test_a_result_that_cannot_be_true_costs_the_gain_alone(
 def test_a_client_that_cannot_train_alone_costs_the_gain_alone(
     home: Path, root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One image is too few; and the report says that nobody has a gain."""
+    """One image is too few; and the report says that no client has a gain."""
     config = settings(root, global_model__lr=0.01)
     start({**config, "local-baseline": False})
     for number in range(2):
@@ -245,7 +245,7 @@ def asks(config: dict[str, Any], node: dict[str, Any]) -> dict[str, Any]:
 def test_a_site_with_a_guarantee_or_without_results_trains_nothing(
     home: Path, root: Path, monkeypatch: pytest.MonkeyPatch, site: dict[str, Any]
 ) -> None:
-    """Nor does any site in a run with an epsilon, whose server asks nobody."""
+    """Nor does any site in a run with an epsilon, whose server asks no client."""
     monkeypatch.setattr(local_baseline, "fit", None)
     epsilon = {} if site else {"method": "fedpft", "epsilon": 1.0, "classifier__init": "none"}
     config = settings(root, **epsilon)

@@ -209,6 +209,11 @@ def test_feddiscs_sum_is_the_expected_condition_at_the_level(tiny_unclip) -> Non
     angles = 400 * 10_000 ** (-torch.arange(width // 2) / (width // 2))
     level = torch.cat([angles.cos(), angles.sin()])
     assert torch.allclose(conditions[:, 0, width:], level.expand(2, -1), atol=1e-4)
+    # Its noise is in all e numbers of a mean, as it is without a sum
+    sizes = run_dimensions(job.config)
+    assert (sizes["K + 1"], sizes["2e"]) == (1, width)
+    assert feddisc.noisy_mean(sizes).dimensions == width
+    assert feddisc.noisy_mean({**sizes, "K + 1": 6, "2e": 2 * width}).dimensions == width
     # Without a secure sum, a payload has its own centers
     alone = server(tiny_unclip, config_of(tiny_unclip, **settings))
     assert feddisc.image_conditions(alone, payload) is payload.vectors

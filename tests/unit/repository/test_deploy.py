@@ -283,6 +283,11 @@ def test_proxies_get_the_keys_that_their_files_name() -> None:
         assert words(proxy)[-1] == f"/proxy/{file}"
         variables = set(re.findall(r"\{\$(\w+)", (ROOT / "deploy" / "proxy" / file).read_text()))
         assert variables <= set(proxy["environment"])
+        text = (ROOT / "deploy" / "proxy" / file).read_text()
+        used = set(re.findall(r"\{\$OSFL_KEYS:/etc/osfl\}/(\S+)", text))
+        # Not the key of the site's node, which lies in the same folder
+        mounts = {f"${{OSFL_KEYS}}/{name}:/keys/{name}:ro" for name in used}
+        assert set(proxy["volumes"]) == {"./proxy:/proxy:ro"} | mounts
 
 
 @pytest.mark.parametrize("values", [{}, WHOLE, SITE], ids=["server", "whole", "site"])
