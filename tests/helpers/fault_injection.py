@@ -44,7 +44,6 @@ import shutil
 import signal
 import sqlite3
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -59,6 +58,7 @@ from osfl.launch.guard import end_process_tree
 from osfl.run_folder.verify import verify_run
 from tests.helpers.fork_server import workers_of
 from tests.helpers.system_tools import (
+    CLOCK_MODULES,
     FILLER,
     TWO_CLASSES,
     Clock,
@@ -236,6 +236,8 @@ class Testbed:
 
     def begin(self) -> None:
         """Start all processes."""
+        # With more threads, many processes on few cores would wait for each other
+        self.federation.settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": CLOCK_MODULES}
         make_images(self.folder / "images")
         for name in (*KINDS["full"], LATER):
             self.disk_of(name).mkdir(parents=True)
@@ -303,16 +305,14 @@ class Testbed:
         Returns:
             the output of the last command, if it failed; "" if the client is removed.
         """
-        osfl = str(Path(sys.executable).parent / "osfl")
-        command = [osfl, "forget", str(run_folder), "--client", client]
-        environment = self.federation.environment | {"OMP_NUM_THREADS": "1"}
+        command = [self.federation.osfl, "forget", str(run_folder), "--client", client]
         for timeout in (seconds, PATIENCE):
             # A command that runs too long is killed
             with suppress(subprocess.TimeoutExpired):
                 result = subprocess.run(
                     command,
                     cwd=self.folder / "empty",
-                    env=environment,
+                    env=self.federation.environment,
                     capture_output=True,
                     text=True,
                     timeout=timeout,
@@ -379,8 +379,7 @@ class Testbed:
 
     def settings_of(self, name: str) -> dict[str, str]:
         """Return the environment of a machine's processes."""
-        # With more threads, many processes on few cores would wait for each other
-        settings = {"OMP_NUM_THREADS": "1", **self.clocks[name].settings}
+        settings = dict(self.clocks[name].settings)
         if name in self.older:
             settings["PYTHONPATH"] += f"{os.pathsep}{self.folder / 'older'}"
         return settings
@@ -461,10 +460,9 @@ class Testbed:
             **settings,
         )
         log = self.folder / f"{job}-{number}.log"
-        osfl = str(Path(sys.executable).parent / "osfl")
         with open(log, "wb") as out:
             process = subprocess.Popen(
-                [osfl, "run", "--connection", "test", *arguments],
+                [self.federation.osfl, "run", "--connection", "test", *arguments],
                 cwd=self.folder / "empty",
                 env=self.federation.environment,
                 stdout=out,

@@ -1,12 +1,14 @@
 """Start Flower's commands by a fork, which saves each the CPU-seconds in which libraries load.
 
 Flower starts a process for each message to a client, and a small federation spends most of its time
-on their imports. System tests put commands of the same names before Flower's own. They pass their
-arguments, environment, folder and open files to a server that has imported everything, and wait for
-the server's fork: signals go to the fork, and its exit code comes back. The fork is killed when the
-command is, so that a test may kill either.
+on their imports. System tests put commands of the same names before Flower's own and `osfl`. They
+pass their arguments, environment, folder and open files to a server that has imported everything,
+and wait for the server's fork: signals go to the fork, and its exit code comes back. The fork is
+killed when the command is, so that a test may kill either.
 """
 
+import atexit
+import gc
 import json
 import os
 import select
@@ -18,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
@@ -27,13 +30,17 @@ from typing import NoReturn
 
 import psutil
 
+from osfl.cli import preflight
 from osfl.launch.flower import MALLOC_SETTINGS, flower_environment
 
 COMMANDS = (
     *("flower-superexec", "flower-superlink", "flower-supernode"),
     *("flwr", "flwr-clientapp", "flwr-serverapp"),
+    "osfl",
 )
 PYTHON = sys.executable
+# The module that `osfl` runs in a Python of its own
+PREFLIGHT = ("-P", "-m", "osfl.cli.preflight")
 BIN = Path(PYTHON).parent
 # Read when a process starts or imports a library; Flower's own command serves other values
 IMPORT_SETTINGS = (
@@ -46,7 +53,8 @@ FORKS = "forks"
 SCRIPT = """#!{python} -IS
 import os, signal, socket, sys
 settings = {settings!r}
-if {{key: os.environ.get(key) for key in settings}} != settings:
+current = {{key: os.environ.get(key) for key in settings}}
+if current != settings or {arguments!r} not in (None, sys.argv[1:]):
     os.execv({original!r}, [{original!r}, *sys.argv[1:]])
 import json
 request = {{"argv": sys.argv, "environment": dict(os.environ), "folder": os.getcwd()}}
@@ -93,10 +101,11 @@ def start_fork_server(**settings: str) -> tuple[Path, subprocess.Popen]:
         )
     (folder / FORKS).mkdir()
     (folder / "bin").mkdir()
-    for name in COMMANDS:
+    for name in (*COMMANDS, "python"):
         script = SCRIPT.format(
             python=PYTHON,
             settings={key: environment.get(key) for key in IMPORT_SETTINGS},
+            arguments=list(PREFLIGHT) if name == "python" else None,
             original=str(BIN / name),
             address=address,
         )
@@ -139,6 +148,10 @@ def serve(listener: socket.socket) -> None:
     _ = diffusers.StableDiffusionPipeline
 
     mains = {name: entry_points(group="console_scripts")[name].load() for name in COMMANDS}
+    mains["python"] = preflight.main
+    # A collection in a fork would write to all of these objects, and so copy them
+    gc.collect()
+    gc.freeze()
     ended, wakeup = os.pipe2(os.O_NONBLOCK)
     signal.set_wakeup_fd(wakeup)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -195,7 +208,35 @@ def become_command(line: socket.socket, mains: Mapping[str, Callable[[], None]])
     os.environ.update(request["environment"])
     tempfile.tempdir = None
     sys.argv = request["argv"]
-    sys.exit(mains[Path(sys.argv[0]).name]())
+    command = Path(sys.argv[0])
+    if command.name == "osfl":
+        # What it starts are forks, too
+        sys.executable = str(command.with_name("python"))
+    code = 1
+    try:
+        code = _exit_code(mains[command.name]())
+    except SystemExit as end:
+        code = _exit_code(end.code)
+    except BaseException as error:
+        traceback.print_exc()
+        if isinstance(error, KeyboardInterrupt):
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+    # What the interpreter does at its end, but for freeing every object, which would copy them all
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def _exit_code(status: object) -> int:
+    """Return the exit code of `sys.exit(status)`; a text is printed."""
+    if status is None or isinstance(status, int):
+        return int(status or 0) & 0xFF
+    print(status, file=sys.stderr)
+    return 1
 
 
 def _end_with(line: socket.socket) -> None:

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import socket
 import ssl
 import subprocess
@@ -27,6 +28,8 @@ from tests.helpers.fork_server import descendants, start_fork_server, workers_of
 from tests.helpers.settings import defaults, quick
 
 BIN = Path(sys.executable).parent
+# Its sitecustomize.py sets a process's clock
+CLOCK_MODULES = str(Path(__file__).parent / "clock")
 # Every client that is simulated at the same time is a process that imports torch: half of what a
 # small run costs.
 ONE_AT_A_TIME = ("--client-cpus", str(os.cpu_count() or 1))
@@ -97,27 +100,7 @@ class Clock:
         folder.mkdir(parents=True)
         self._file = folder / "ahead"
         self.set_ahead(0.0)
-        # Python runs it first of all
-        (folder / "sitecustomize.py").write_text(
-            "import sys\n"
-            "import time\n"
-            "from datetime import timedelta\n"
-            "from pathlib import Path\n"
-            "from flwr.supercore import date\n"
-            "true_now = date.now\n"
-            "true_time = time.time\n"
-            f"file = Path({str(self._file)!r})\n"
-            "def now():\n"
-            "    return true_now() + timedelta(seconds=float(file.read_text()))\n"
-            "def seconds():\n"
-            "    return true_time() + float(file.read_text())\n"
-            "time.time = seconds\n"
-            # Some have taken it meanwhile
-            "for module in list(sys.modules.values()):\n"
-            "    if getattr(module, 'now', None) is true_now:\n"
-            "        module.now = now\n"
-        )
-        self.settings = {"PYTHONPATH": str(folder)}
+        self.settings = {"PYTHONPATH": CLOCK_MODULES, "OSFL_CLOCK_FILE": str(self._file)}
 
     def set_ahead(self, seconds: float) -> None:
         """From now on."""
@@ -176,6 +159,8 @@ class Federation:
     control: int = 0
     fleet: int = 0
     processes: dict[str, subprocess.Popen] = field(default_factory=dict)
+    # Environment of all processes that is read when Python starts or imports a library
+    settings: dict[str, str] = field(default_factory=dict)
 
     @property
     def keys(self) -> Path:
@@ -185,15 +170,20 @@ class Federation:
     def environment(self) -> dict[str, str]:
         """Return the environment of the user's `flwr` and `osfl`; some commands are forks in it."""
         usual = flower_environment()
-        terminal = {"TERM": "dumb", "COLUMNS": "200"}
-        commands, _ = start_fork_server(**terminal)
+        settings = {"TERM": "dumb", "COLUMNS": "200", **self.settings}
+        commands, _ = start_fork_server(**settings)
         return {
             **usual,
-            **terminal,
+            **settings,
             "PATH": f"{commands}{os.pathsep}{usual['PATH']}",
             "FLWR_HOME": str(self.folder / "flwr"),
             "OSFL_RUNS": str(self.folder / "server"),
         }
+
+    @property
+    def osfl(self) -> str:
+        """Return the path of a fork's `osfl`."""
+        return str(shutil.which("osfl", path=self.environment["PATH"]))
 
     def begin(self, name: str, *command: str, **settings: str) -> None:
         """In the background, with its output in NAME.log, and some more environment."""
@@ -278,7 +268,7 @@ class Federation:
     def begin_run(self, *arguments: str) -> subprocess.Popen:
         """`osfl run` in the background; its output is in run.log."""
         with open(self.folder / "run.log", "ab") as log:
-            command = [str(BIN / "osfl"), "run", "--connection", "test", *arguments]
+            command = [self.osfl, "run", "--connection", "test", *arguments]
             return subprocess.Popen(
                 command, cwd=self.folder, env=self.environment, stdout=log, stderr=log
             )

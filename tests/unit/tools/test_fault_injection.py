@@ -54,7 +54,14 @@ from tests.helpers.fault_injection import (
     schedule_of,
 )
 from tests.helpers.fork_server import workers_of
-from tests.helpers.system_tools import Clock, Federation, Line, mount_disk, wait_for
+from tests.helpers.system_tools import (
+    CLOCK_MODULES,
+    Clock,
+    Federation,
+    Line,
+    mount_disk,
+    wait_for,
+)
 
 # ---- Schedules ----
 
@@ -232,8 +239,7 @@ def test_a_site_has_an_older_release(testbed: Testbed) -> None:
     assert release() == osfl.__version__
     testbed.older.add("site-0")
     assert release() == OLDER
-    clock = str(testbed.folder / "clocks" / "site-1")
-    assert testbed.settings_of("site-1")["PYTHONPATH"] == clock
+    assert testbed.settings_of("site-1")["PYTHONPATH"] == CLOCK_MODULES
 
 
 def test_a_fault_that_this_machine_cannot_have_is_left_out(testbed: Testbed) -> None:
@@ -715,7 +721,7 @@ def test_a_removal_is_killed_and_repeated(
         "print(sys.argv[1:])\nsys.exit(int(count > 1))\n"
     )
     program.chmod(0o755)
-    monkeypatch.setattr(fault_injection.sys, "executable", str(program.with_name("python")))
+    monkeypatch.setattr(Federation, "osfl", str(program))
     assert testbed.forget(testbed.folder / "job", "site-0", 2.0) == ""
     assert (testbed.folder / "commands").read_text() == "xx"
     output = testbed.forget(testbed.folder / "job", "site-0", 30.0)
