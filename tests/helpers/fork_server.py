@@ -24,6 +24,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
+from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import NoReturn
@@ -46,6 +47,13 @@ BIN = Path(PYTHON).parent
 IMPORT_SETTINGS = (
     *("PYTHONPATH", "OMP_NUM_THREADS", "HF_HOME", "HF_HUB_OFFLINE", "TERM", "COLUMNS"),
     *MALLOC_SETTINGS,
+)
+# What runs, SuperLinks and nodes import, once for all forks. No package that Flower ships with an app
+LIBRARIES = (
+    *("diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion", "torchvision"),
+    *("torch.utils.flop_counter", "transformers.models.clip.modeling_clip"),
+    *("PIL.PngImagePlugin", "scipy.optimize", "scipy.stats", "sklearn.metrics"),
+    *("cryptography.x509", "httptools", "uvicorn.protocols.http.httptools_impl", "uvloop"),
 )
 # In the server's folder, for each command that runs a file with its fork's process id
 FORKS = "forks"
@@ -141,12 +149,8 @@ def workers_of(process: psutil.Process) -> list[psutil.Process]:
 
 def serve(listener: socket.socket) -> None:
     """Fork for each command until the process that began the server has ended."""
-    # Once for all forks
-    import diffusers
-    import torchvision  # noqa: F401
-
-    _ = diffusers.StableDiffusionPipeline
-
+    for module in LIBRARIES:
+        import_module(module)
     mains = {name: entry_points(group="console_scripts")[name].load() for name in COMMANDS}
     mains["python"] = preflight.main
     # A collection in a fork would write to all of these objects, and so copy them
