@@ -233,9 +233,15 @@ def osfl(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
     Returns the finished process.
     """
 
+    from osfl.launch.flower import MALLOC_SETTINGS
+    from tests.helpers.fork_server import start_fork_server
+
+    terminal = {"COLUMNS": "200", "TERM": "dumb"}
+
     def call(*arguments: str, timeout: float = 600) -> subprocess.CompletedProcess:
-        environment = {**os.environ, "COLUMNS": "200", "TERM": "dumb"}
-        command = [str(Path(sys.executable).parent / "osfl"), *arguments]
+        commands, _ = start_fork_server(**terminal)
+        environment = {**MALLOC_SETTINGS, **os.environ, **terminal}
+        command = [str(commands / "osfl"), *arguments]
         return subprocess.run(
             command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=timeout
         )

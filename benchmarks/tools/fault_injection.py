@@ -12,9 +12,9 @@ folders and logs of a violation are beside them.
 
 import argparse
 import hashlib
+import itertools
 import json
 import os
-import random
 import shutil
 import signal
 import socket
@@ -202,16 +202,16 @@ def _counts(testbed: Testbed, fault: Fault) -> bool:
 
 def free_ports() -> tuple[int, int]:
     """Return two ports that Linux by default gives to no outgoing connection while the SuperLink
-    is away.
+    is away. Commands in parallel try others.
     """
-    while True:
-        port = random.randrange(10_000, 32_000)
+    for port in itertools.count(10_000 + 2 * (os.getpid() % 11_000), 2):
         with (
             suppress(OSError),
             socket.create_server(("127.0.0.1", port)),
             socket.create_server(("127.0.0.1", port + 1)),
         ):
             return port, port + 1
+    raise AssertionError
 
 
 def run_in_parallel(first: int, count: int, jobs: int, more: Sequence[str]) -> list[int]:

@@ -48,7 +48,7 @@ IMPORT_SETTINGS = (
     *("PYTHONPATH", "OMP_NUM_THREADS", "HF_HOME", "HF_HUB_OFFLINE", "TERM", "COLUMNS"),
     *MALLOC_SETTINGS,
 )
-# What runs, SuperLinks and nodes import, once for all forks. No package that Flower ships with an app
+# Imported once for all forks; no package that Flower ships with an app
 LIBRARIES = (
     *("diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion", "torchvision"),
     *("torch.utils.flop_counter", "transformers.models.clip.modeling_clip"),

@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 from safetensors.torch import load_file
 
-from tests.helpers.system_tools import BIN, Federation, kill, wait_for
+from tests.helpers.system_tools import Federation, kill, wait_for
 
 # Many processes on few cores; and results are bit-identical for the same number of threads
 THREADS = {"OMP_NUM_THREADS": "1"}
@@ -35,6 +35,7 @@ class Standing:
             interval: seconds after which a version waits no longer for new clients.
         """
         self.federation = federation
+        self.federation.settings = THREADS
         self.folder = federation.folder
         self.arguments = arguments
         self.versions = versions
@@ -47,7 +48,7 @@ class Standing:
         config = f"client-id='{name}' cache-dir='{self.folder / 'cache' / name}' "
         config += self.data_of(number)
         trusting = self.federation.trusting(name)
-        self.federation.begin_node(name, *trusting, config=config, **THREADS)
+        self.federation.begin_node(name, *trusting, config=config)
 
     def serve(self, new_clients: int) -> None:
         """Start `osfl serve` in the background."""
@@ -55,9 +56,9 @@ class Standing:
         options += ["--every", str(self.interval)]
         options += ["--versions", str(self.versions), "--new-clients", str(new_clients)]
         options += ["--runs", str(self.folder / "standing")]
-        command = [str(BIN / "osfl"), "serve", *self.arguments, *options]
+        command = [self.federation.osfl, "serve", *self.arguments, *options]
         name = f"serve-{new_clients}"
-        self.federation.begin(name, *command, **THREADS)
+        self.federation.begin(name, *command)
 
     def run_folder(self, version: int) -> Path:
         return self.folder / "server" / f"study-v{version}"
@@ -103,9 +104,9 @@ class Standing:
 
     def osfl(self, *arguments: str) -> str:
         result = subprocess.run(
-            [str(BIN / "osfl"), *arguments],
+            [self.federation.osfl, *arguments],
             cwd=self.folder,
-            env=self.federation.environment | THREADS,
+            env=self.federation.environment,
             capture_output=True,
             text=True,
             timeout=15 * MINUTES,

@@ -11,7 +11,6 @@ import pytest
 
 from osfl.cli import certs, node_keys
 from tests.helpers.system_tools import (
-    BIN,
     GRPC,
     TWO_CLASSES,
     Clock,
@@ -108,7 +107,7 @@ def nodes_are_known_by_their_names(federation: Federation) -> None:
     """List the registered nodes, revoke one by its name, and see its key refused."""
 
     def call(*arguments: str) -> subprocess.CompletedProcess:
-        command = [str(BIN / "osfl"), "nodes", *arguments, "--connection", "test"]
+        command = [federation.osfl, "nodes", *arguments, "--connection", "test"]
         return subprocess.run(
             command, env=federation.environment, capture_output=True, text=True, timeout=120
         )

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.system_tools import (
-    BIN,
     TWO_CLASSES,
     Federation,
     make_images,
@@ -18,7 +17,7 @@ pytestmark = pytest.mark.system
 
 def osfl(federation: Federation, *arguments: str) -> str:
     result = subprocess.run(
-        [str(BIN / "osfl"), *arguments],
+        [federation.osfl, *arguments],
         cwd=federation.folder,
         env=federation.environment,
         capture_output=True,
@@ -48,7 +47,7 @@ def test_a_site_runs_what_two_persons_signed(
         *federation.trusting("site-a"),
         config=config,
         command=[
-            *(str(BIN / "osfl"), "supernode"),
+            *(federation.osfl, "supernode"),
             *("--signers", str(signers), "--required", "2"),
         ],
         OSFL_STATE=str(tmp_path / "state"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from osfl.cli import certs
-from tests.helpers.standing import MINUTES, THREADS, Standing, results
+from tests.helpers.standing import MINUTES, Standing, results
 from tests.helpers.system_tools import (
     TWO_CLASSES,
     Federation,
@@ -40,8 +40,8 @@ def test_sites_come_in_waves_and_one_leaves(federation: Federation, tiny_kit: Pa
         versions=3,
         data_of=lambda number: f"data-dir='{images}' domain='sketch of site-{number}'",
     )
-    federation.begin_superlink("process", **THREADS)
-    federation.begin_server(**THREADS)
+    federation.begin_superlink("process")
+    federation.begin_server()
     for number in range(5):
         federation.register(f"site-{number}")
     for number in (0, 1):
@@ -53,7 +53,7 @@ def test_sites_come_in_waves_and_one_leaves(federation: Federation, tiny_kit: Pa
     # The second version listens, and has the payloads of the first
     standing.wait(lambda: standing.clients(2).keys() >= {"site-0", "site-1"})
     standing.kill("superlink")
-    federation.begin_superlink("process", **THREADS)
+    federation.begin_superlink("process")
     for number in (2, 3):
         standing.begin_site(number)
     standing.wait(lambda: "site-2" in standing.clients(2))
@@ -68,7 +68,7 @@ def test_sites_come_in_waves_and_one_leaves(federation: Federation, tiny_kit: Pa
     standing.kill("server")
     standing.kill("serve-2")
     assert standing.version() == 1
-    federation.begin_server(**THREADS)
+    federation.begin_server()
     standing.serve(new_clients=1)
     standing.wait(lambda: standing.version() == 2)
     assert standing.payloads(2) == ["site-0", "site-1", "site-2", "site-3"]
