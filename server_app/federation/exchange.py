@@ -71,7 +71,9 @@ class _Request:
     attempt: int
     activated: str = ""  # last activation of the node at the time of sending
     patience: float = 0.0  # seconds without a reply before the request is sent again
-    resend_at: float = 0.0  # by time.monotonic()
+    # By time.monotonic()
+    sent: float = 0.0
+    resend_at: float = 0.0
 
 
 @dataclass
@@ -129,9 +131,11 @@ class Exchange:
         )
         patience = patience or self.patience or PATIENCE_SECONDS
         online = self.poll_nodes() if self._online is None else self._online
-        resend_at = time.monotonic() + patience
+        sent = time.monotonic()
         activated = online[node].last_activated_at if node in online else ""
-        request = _Request(node, message_type, content, attempt, activated, patience, resend_at)
+        request = _Request(
+            node, message_type, content, attempt, activated, patience, sent, sent + patience
+        )
         try:
             (message_id,) = self.grid.push_messages([message])
         except httpx.HTTPError as error:
@@ -300,6 +304,16 @@ class Exchange:
     def pending_nodes(self) -> list[int]:
         """Return the nodes that still owe a reply."""
         return list(dict.fromkeys((*self._ids, *self._retries)))
+
+    def was_asked(self, node: int, since: float) -> bool:
+        """Check whether a node got a request since a time, or is online and will get one again.
+
+        Args:
+            since: by time.monotonic().
+        """
+        sent = [self._in_flight[message_id].sent for message_id in self._ids.get(node, [])]
+        will_be_asked = node in self._retries and node in (self._online or {})
+        return will_be_asked or any(moment > since for moment in sent)
 
     def offline(self) -> list[int]:
         """Return nodes that owe a reply and were offline at every poll for `OFFLINE_SECONDS`."""

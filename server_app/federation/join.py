@@ -110,7 +110,7 @@ class Members:
                 **(pack_job(status.folder.name) if config.secure_sum else {}),
             }
         )
-        self._requested: dict[int, float] = {}  # time.monotonic() of each node's request
+        self._requested: set[int] = set()
         self._replaced: set[str] = set()  # clients that a standby has replaced
         self._stored: set[str] = set()  # clients whose payload was stored at the selection
         self.joined: dict[str, int] = {}
@@ -130,7 +130,7 @@ class Members:
         """Send a join request to every online node that has not got one."""
         for node in self._exchange.poll_nodes():
             if node not in self._requested:
-                self._requested[node] = time.monotonic()
+                self._requested.add(node)
                 self._exchange.push(node, JOIN, self._request)
 
     def poll(self, until: float) -> None:
@@ -149,8 +149,9 @@ class Members:
     def await_testers(self) -> None:
         """Let test-only clients join before the tests, and clients whose payload was stored.
 
-        Other clients come too late. A node that was asked less than `TESTER_SECONDS` ago is
-        awaited. The run warns of all nodes that have not replied.
+        Other clients come too late. A node that was asked less than `TESTER_SECONDS` ago, or is
+        asked again because it restarted, is awaited. The run warns of all nodes that have not
+        replied.
         """
         patience = min(TESTER_SECONDS, self._config.join_timeout)
         end = time.monotonic() + patience
@@ -170,7 +171,7 @@ class Members:
 
     def _awaits_nodes(self, patience: float) -> bool:
         earliest = time.monotonic() - patience
-        return any(self._requested[node] > earliest for node in self.silent())
+        return any(self._exchange.was_asked(node, since=earliest) for node in self.silent())
 
     def leave(self, client: str) -> None:
         """Remove a client that has left the continued run from this run."""

@@ -31,7 +31,7 @@ is started again by the same command. Then:
 - after a client has left, the images of the others are there, nothing has its name, and the weights
   equal those of every other schedule that ended with the same clients;
 - nothing is written beside the run's folder, neither among runs nor where processes work;
-- the command ends with 0 after its report; otherwise its last line is an error.
+- the command ends with 0 after its report; otherwise its last message is an error.
 
 `python -m benchmarks.tools.fault_injection` runs many schedules.
 """
@@ -649,7 +649,9 @@ class Trial:
             problems.append(f"refused: {[file.name for file in refused]}")
         for command, code, report in self.ended:
             lines = command.lines()
-            last = lines[-1] if lines else ""
+            # Clients and their reasons are below an error, indented
+            messages = [line for line in lines if not line.startswith(" ")]
+            last = messages[-1] if messages else ""
             if code == 0 and not (report and "report: " in last):
                 problems.append(f"{command.log.name} ended with 0 without a report: {lines[-3:]}")
             interrupted = code == 130 and last.startswith("interrupted")

@@ -253,7 +253,7 @@ class Federation:
                 return True
             return False
 
-        wait_for(healthy, 60, lambda: self.log("superlink"))
+        wait_for(healthy, 180, lambda: self.log("superlink"))
 
     def begin_server(self, **settings: str) -> None:
         """Start the process that runs ServerApps, for a SuperLink with isolation `process`."""

@@ -474,6 +474,12 @@ def test_a_command_must_end_with_its_report_or_an_error(
     assert problem in violation
 
 
+def test_reasons_may_follow_an_error(trial: Trial) -> None:
+    failed = command(trial.testbed.folder, "error the run failed: too few\n  site-1: No space left")
+    trial.ended = [(failed, 1, False)]
+    assert trial._check_end() == ["no command ended with 0"]
+
+
 def test_refused_missing_and_unfinished_are_violations(trial: Trial) -> None:
     (trial.run_folder / "payloads" / "site-0.pb.refused").touch()
     trial.payloads.pop("site-1")

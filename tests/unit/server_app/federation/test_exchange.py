@@ -364,6 +364,26 @@ def test_a_client_whose_payload_is_stored_may_join_before_the_tests(tmp_path: Pa
     assert members.test_nodes() == {"a": 0}
 
 
+def test_a_node_that_restarted_since_it_was_asked_is_awaited_before_the_tests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its SuperNode fetched the request, and ended before it replied."""
+    monkeypatch.setattr("server_app.federation.join.TESTER_SECONDS", 0.5)
+    monkeypatch.setattr("server_app.federation.exchange.RETRY_SECONDS", 0.2)
+    grid = NodesGrid({0: fit("a"), 1: but("b", "query.join", lambda _: None)})
+    config = settings(num_clients=2, min_clients=1, join_timeout=1.0)
+    members = joined(grid, config, tmp_path, stored=["a", "b"])
+    assert members.test_nodes() == {"a": 0}
+    time.sleep(0.5)
+    grid.online_since = "now"
+    lost = set(grid._asked)
+    grid.answers[1] = but(
+        "b", "query.join", lambda m: None if m.metadata.message_id in lost else fit("b")(m)
+    )
+    members.await_testers()
+    assert members.test_nodes() == {"a": 0, "b": 1}
+
+
 def test_what_the_server_prepares_is_no_quiet_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
