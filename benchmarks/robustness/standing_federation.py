@@ -24,7 +24,7 @@ from osfl.data.digits import load_split
 from osfl.util.files import make_private_folder
 from osfl.util.prompts import DIGITS
 from tests.helpers.settings import ROOT
-from tests.helpers.standing import MINUTES, THREADS, Standing, results
+from tests.helpers.standing import MINUTES, Standing, results
 from tests.helpers.system_tools import Federation, apps_of, kill, new_federation
 
 # Sites 0 and 1 have the halves of the first domain, 2 and 3 those of the second, and so on
@@ -91,6 +91,8 @@ def play(federation: Federation) -> Iterator[Line]:
         data_of=write_images(federation.folder / "images").__getitem__,
         interval=3600,
     )
+    federation.begin_superlink("process")
+    federation.begin_server()
     for number in range(SITES):
         federation.register(f"site-{number}")
     present: set[int] = set()
@@ -125,8 +127,8 @@ def restart(standing: Standing, sites: set[int]) -> None:
         kill(app)
     for name in list(federation.processes):
         standing.kill(name)
-    federation.begin_superlink("process", **THREADS)
-    federation.begin_server(**THREADS)
+    federation.begin_superlink("process")
+    federation.begin_server()
     for site in sorted(sites):
         standing.return_site(site)
 
@@ -183,8 +185,6 @@ def main() -> None:
     began = time.monotonic()
     lines: list[Line] = []
     with tempfile.TemporaryDirectory() as scratch, new_federation(Path(scratch)) as federation:
-        federation.begin_superlink("process", **THREADS)
-        federation.begin_server(**THREADS)
         for line in play(federation):
             lines.append(line)
             print(f"{time.monotonic() - began:.0f} s: {line}", flush=True)

@@ -80,7 +80,9 @@ LONGEST = 12.0  # seconds of a fault
 # take a killed site for online for six minutes, and refuses it until then
 PATIENCE = 450.0
 MOST_COMMANDS = 5
-RETURN_SECONDS = 12.0  # until a refused site is started again
+RETURN_SECONDS = 12.0  # until a refused site or command is started again
+# A run that Ctrl-C or a lost SuperLink has left to the server goes on there
+BUSY = "another server is at work on it; wait"
 MACHINES = ("server", "superlink", *SITES)
 # The targets of each kind of fault
 KINDS = {
@@ -508,6 +510,8 @@ class Trial:
         self.cached: set[str] = set()
         self.problems: list[str] = []
         self._repeats = 0
+        # By time.monotonic(): when a command is repeated that another server's work refused
+        self._refused_until = 0.0
         self._events: list[tuple[float, Action]] = []
         for fault in faults:
             if fault.kind in testbed.kinds:
@@ -526,7 +530,7 @@ class Trial:
                     self._events.pop(0)[1]()
                 self.testbed.tend()
                 self._check()
-                if not self._is_running() and not self._events and not self._is_complete():
+                if self._must_repeat() and time.monotonic() > self._refused_until:
                     if self._repeats >= MOST_COMMANDS:
                         return [*self.problems, f"not finished: {self._last_lines()}"]
                     self._repeats += 1
@@ -606,7 +610,12 @@ class Trial:
         for command in self.commands:
             if command not in ended_commands and (code := command.process.poll()) is not None:
                 self.ended.append((command, code, (self.run_folder / "report.html").is_file()))
+                if BUSY in command.log.read_text(errors="replace"):
+                    self._refused_until = time.monotonic() + RETURN_SECONDS
         return len(self.ended) < len(self.commands)
+
+    def _must_repeat(self) -> bool:
+        return not self._is_running() and not self._events and not self._is_complete()
 
     def _is_complete(self) -> bool:
         """Return whether the job is finished, and a command said so: an interrupted one did not."""

@@ -30,6 +30,7 @@ from client_app.paths import allowed_folders
 from osfl.config import parse_node_config
 from tests.helpers import fault_injection
 from tests.helpers.fault_injection import (
+    BUSY,
     DISK,
     FARTHEST,
     KINDS,
@@ -549,6 +550,18 @@ def test_a_command_that_was_interrupted_is_repeated_until_one_ends_well(
     trial.ended = []
     assert trial.run() == []
     assert [code for _, code, _ in trial.ended] == [130, 0]
+
+
+@pytest.mark.parametrize(
+    ("text", "waits"), [(f"error the run failed: {BUSY}, stop it", True), ("error no", False)]
+)
+def test_a_command_waits_for_another_servers_work(trial: Trial, text: str, waits: bool) -> None:
+    ended = command(trial.testbed.folder, text)
+    ended.process = SimpleNamespace(poll=lambda: 1)  # type: ignore[assignment]
+    trial.commands = [ended]
+    trial.ended = []
+    assert not trial._is_running()
+    assert (trial._refused_until > time.monotonic() + 10) == waits
 
 
 @pytest.mark.parametrize(
