@@ -36,6 +36,7 @@ Assignment = list[tuple["ObjectRef", Unit]]  # an actor's results to come and un
 UNITS_PER_ACTOR = 2  # units assigned to an actor at a time, so that it is never idle
 CONNECT_SECONDS = 20.0  # to connect to a cluster
 MAX_DEATHS = 3  # actors that may die at a unit before the run fails
+CLAIMED_CPUS = 0.01  # of an actor: its threads are set, and machines may have more actors than CPUs
 
 
 def never() -> bool:
@@ -224,8 +225,13 @@ def _starter(
     threads = settings.threads or max(1, (os.cpu_count() or 1) // settings.workers)
     # Actors in a simulation's cluster find the package without it
     environment = {"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}}
+    # Ray spreads only what claims something. In a simulation clients have claimed all CPUs
+    can_claim = owns_ray and ray.available_resources().get("CPU", 0) >= 1
     remote = ray.remote(SynthesisWorker).options(
-        num_cpus=0, num_gpus=gpus, runtime_env=environment if owns_ray else {}
+        num_cpus=CLAIMED_CPUS if can_claim else 0,
+        num_gpus=gpus,
+        runtime_env=environment if owns_ray else {},
+        scheduling_strategy="SPREAD",
     )
     return partial(remote.remote, shared, device.type, threads)
 
