@@ -367,7 +367,7 @@ def test_a_client_whose_payload_is_stored_may_join_before_the_tests(tmp_path: Pa
 def test_a_node_that_restarted_since_it_was_asked_is_awaited_before_the_tests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its SuperNode fetched the request, and ended before it replied."""
+    """The first SuperNode fetched the request, and ended before it replied."""
     monkeypatch.setattr("server_app.federation.join.TESTER_SECONDS", 0.5)
     monkeypatch.setattr("server_app.federation.exchange.RETRY_SECONDS", 0.2)
     grid = NodesGrid({0: fit("a"), 1: but("b", "query.join", lambda _: None)})
