@@ -214,8 +214,9 @@ def become_command(line: socket.socket, mains: Mapping[str, Callable[[], None]])
     sys.argv = request["argv"]
     command = Path(sys.argv[0])
     if command.name == "osfl":
-        # What it starts are forks, too
+        # What it starts are forks, too, or else Flower's own
         sys.executable = str(command.with_name("python"))
+        os.environ["PATH"] = f"{os.environ.get('PATH', '')}{os.pathsep}{BIN}"
     code = 1
     try:
         code = _exit_code(mains[command.name]())
