@@ -77,7 +77,8 @@ def test_neither_server_nor_superlink_hold_a_payload(
     federation: Federation, tmp_path: Path
 ) -> None:
     """One site's node ends after it joined: the sum is that of the others."""
-    federation.begin_superlink()
+    # Another environment: no forks, whose writable memory holds the fork server's libraries, too
+    federation.begin_superlink(COLUMNS="100")
     begin_sites(federation, tmp_path)
     settings = {
         **TWO_CLASSES,
