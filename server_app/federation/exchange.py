@@ -311,9 +311,12 @@ class Exchange:
         Args:
             since: by time.monotonic().
         """
-        sent = [self._in_flight[message_id].sent for message_id in self._ids.get(node, [])]
-        will_be_asked = node in self._retries and node in (self._online or {})
-        return will_be_asked or any(moment > since for moment in sent)
+        requests = [self._in_flight[message_id] for message_id in self._ids.get(node, [])]
+        if node in self._retries:
+            if node in (self._online or {}):
+                return True
+            requests.append(self._retries[node][1])
+        return any(request.sent > since for request in requests)
 
     def offline(self) -> list[int]:
         """Return nodes that owe a reply and were offline at every poll for `OFFLINE_SECONDS`."""

@@ -77,8 +77,8 @@ def test_a_machine_that_is_lost_costs_no_image(
     """Each of three workers is on a machine of its own; kill -9 of one machine in the middle."""
     address, machines = cluster
     settings = {"method": "prompts-domain", "kit": str(tiny_kit), "synthesis__threads": 1}
-    settings |= {"synthesis__unit_size": 4}
-    settings |= {"synthesis__images_per_class": 4, "synthesis__steps": 20}
+    settings |= {"synthesis__images_per_class": 4, "synthesis__unit_size": 4}
+    settings |= {"synthesis__steps": 20}
     start(quick(**settings), "alone")
     folder = home / "runs" / "cluster"
     workers: dict[str, int] = {}
@@ -95,7 +95,6 @@ def test_a_machine_that_is_lost_costs_no_image(
     start(quick(**settings, synthesis__workers=3, synthesis__ray_address=address), "cluster")
     thread.join()
     assert workers == dict.fromkeys(ADDRESSES, 1)
-    units = len(list(folder.glob("units/*.jsonl")))
-    assert units > 6
+    assert len(list(folder.glob("units/*.jsonl"))) > 6
     assert files(folder, "images") == files(home / "runs" / "alone", "images") != {}
     assert actors_of(machines[ADDRESSES[0]]) == []

@@ -36,18 +36,25 @@ def waiting(environment: dict[str, str]) -> Iterator[tuple[subprocess.Popen, psu
             process.kill()
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("--unknown",)])
-def test_output_and_exit_code_are_those_of_flower(
-    environment: dict[str, str], arguments: tuple[str, ...], tmp_path: Path
+@pytest.mark.parametrize(
+    ("name", "arguments", "code"),
+    [
+        ("flwr-clientapp", ["--help"], 0),
+        ("flwr-clientapp", ["--unknown"], 2),
+        ("osfl", ["show", "nothing"], 1),
+    ],
+)
+def test_output_and_exit_code_are_those_of_the_command(
+    environment: dict[str, str], name: str, arguments: list[str], code: int, tmp_path: Path
 ) -> None:
     results = []
-    for command in ("flwr-clientapp", str(BIN / "flwr-clientapp")):
+    for command in (name, str(BIN / name)):
         result = subprocess.run(
             [command, *arguments], env=environment, cwd=tmp_path, capture_output=True, text=True
         )
         results.append((result.returncode, result.stdout, result.stderr))
     assert results[0] == results[1]
-    assert results[0][0] == (0 if arguments == ("--help",) else 2)
+    assert results[0][0] == code
 
 
 def test_another_environment_at_import_is_served_by_flower(

@@ -384,6 +384,21 @@ def test_a_node_that_restarted_since_it_was_asked_is_awaited_before_the_tests(
     assert members.test_nodes() == {"a": 0, "b": 1}
 
 
+def test_a_node_that_went_offline_is_awaited_while_its_request_is_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flower says that it is away, so that its request waits for its return."""
+    monkeypatch.setattr("server_app.federation.join.TESTER_SECONDS", 0.8)
+    gone = Error(ErrorCode.NODE_UNAVAILABLE, "gone")
+    grid = NodesGrid({0: fit("a"), 1: but("b", "query.join", lambda _: gone)})
+    members = joined(grid, settings(num_clients=1), tmp_path)
+    grid.online = {0}
+    for shortest, longest in ((0.2, 2.0), (0.0, 0.2)):
+        began = time.monotonic()
+        members.await_testers()
+        assert shortest < time.monotonic() - began < longest
+
+
 def test_what_the_server_prepares_is_no_quiet_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
