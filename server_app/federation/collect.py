@@ -90,6 +90,7 @@ class Collection:
         self._public_key = pack_public_key(public_key)
         self._client_of: dict[int, str] = {}  # client by node
         self._unreleased = 0  # bytes of payloads that arrived since memory was released
+        self._awaits_standby = False  # alone: no payload is owed
 
     def poll(self) -> bool:
         """Poll for payloads once, and ask standby clients in place of failed ones.
@@ -101,7 +102,11 @@ class Collection:
         self._acknowledgements.pull(ignore, ignore, ignore, self.end)
         self._fill_places()
         self.status.advance(len(self.payloads), len(self.members.nodes))
-        return bool(self._exchange.pending_nodes()) or self._standby_may_join()
+        if self._exchange.pending_nodes():
+            return True
+        if is_awaited := self._standby_may_join():
+            self._log_wait()
+        return is_awaited
 
     def wait(self) -> None:
         """Sleep until the next poll."""
@@ -185,6 +190,19 @@ class Collection:
         """Check whether a standby is needed and a node may still join as one."""
         is_needed = self._vacant() > 0 and bool(self.members.silent()) and not self._secure
         return is_needed and time.monotonic() < self.members.join_end
+
+    def _log_wait(self) -> None:
+        """Say once for which nodes the run waits after a client has failed."""
+        if not self._awaits_standby:
+            seconds = self.members.join_end - time.monotonic()
+            nodes = sanitize(", ".join(self.members.silent_names()))
+            log.warning(
+                "a client has failed; waiting up to %.0f s (join-timeout) for another in its "
+                "place. Asked to join, but silent: node %s",
+                seconds,
+                nodes,
+            )
+        self._awaits_standby = True
 
     def _read(self, node: int, content: RecordDict) -> _Upload:
         client = self._client_of[node]

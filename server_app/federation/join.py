@@ -159,7 +159,7 @@ class Members:
         while self._awaits_nodes(patience) and time.monotonic() < end:
             self._exchange.wait(end)
             self._poll_testers(end)
-        if silent := ", ".join(str(self._exchange.names.get(node, node)) for node in self.silent()):
+        if silent := ", ".join(self.silent_names()):
             self._status.add_warning(
                 f"asked to join, but did not reply: node {sanitize(silent)}; if its site only "
                 "tests, its results are missing"
@@ -186,6 +186,10 @@ class Members:
     def silent(self) -> list[int]:
         """Return the nodes that have not replied yet."""
         return self._exchange.pending_nodes()
+
+    def silent_names(self) -> list[str]:
+        """Return the names of these nodes' keys, or their ids."""
+        return [str(self._exchange.names.get(node, node)) for node in self.silent()]
 
     def present(self, stored: Iterable[str]) -> set[str]:
         """Return the clients that need not be awaited.

@@ -79,6 +79,9 @@ LONGEST = 12.0  # seconds of a fault
 # Seconds for one command beside those of a fault-free run: a SuperLink whose clock was ahead may
 # take a killed site for online for six minutes, and refuses it until then
 PATIENCE = 450.0
+# Seconds that a run awaits a node that does not come back, such as an ended twin in the place of a
+# client that failed: less than PATIENCE, and more than such a SuperLink's six minutes
+AWAITED = 420.0
 MOST_COMMANDS = 5
 RETURN_SECONDS = 12.0  # until a refused site or command is started again
 # A run that Ctrl-C or a lost SuperLink has left to the server goes on there
@@ -455,6 +458,8 @@ class Testbed:
             self.kit,
             method="feddeo",
             job_id=job,
+            join_timeout=AWAITED,
+            deadline=AWAITED,
             **TWO_CLASSES,
             synthesis__images_per_class=4,
             synthesis__unit_size=2,
