@@ -569,10 +569,15 @@ def verify(
 @app.command()
 def shards(
     folder: Annotated[Path, typer.Argument(help="The folder of a run, such as runs/<job id>.")],
-    out: Annotated[Path, typer.Argument(help="Folder for the tar files.")],
+    out: Annotated[str, typer.Argument(help="Folder for the tar files, or s3://BUCKET/FOLDER.")],
     size: Annotated[int, typer.Option(min=1, help="Images per shard.")] = 10_000,
 ) -> None:
-    """Export a run's synthetic images as shuffled WebDataset shards (image, label, metadata)."""
+    """Export a run's synthetic images as shuffled WebDataset shards (image, label, metadata).
+
+    Repeat the command to write the shards that an interrupted one has not written.
+
+    Example: osfl shards runs/JOB s3://bucket/JOB
+    """
     from osfl.cli import display
     from osfl.run_folder.shards import write_shards
 

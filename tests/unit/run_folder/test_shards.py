@@ -1,45 +1,22 @@
 """Synthetic images as WebDataset shards."""
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from datasets import load_dataset
-from PIL import Image
 from torchvision.transforms.v2.functional import pil_to_tensor
 from typer.testing import CliRunner
 
 from osfl.cli.main import app
 from osfl.config import ConfigError
-from osfl.run_folder.layout import image_digest
 from osfl.run_folder.shards import write_shards
-
-NAMES = ("cat", "dog")
+from tests.helpers.run_folders import TWO_NAMES, make_run_of_colors
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run's folder with ten images of two clients and classes, each of another colour."""
-    rows = []
-    for number in range(10):
-        picture = torch.full((3, 8, 8), 20 * number, dtype=torch.uint8)
-        client = f"site-{number % 2}"
-        label = number // 5
-        file = f"images/{client}/{label:03d}-{NAMES[label]}/{number:05d}.png"
-        (tmp_path / "run" / file).parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(picture.permute(1, 2, 0).numpy()).save(tmp_path / "run" / file)
-        row = {
-            "file": file,
-            "client": client,
-            "class": NAMES[label],
-            "seed": number,
-            "sha256": image_digest(picture),
-        }
-        rows.append(json.dumps(row) + "\n")
-    (tmp_path / "run" / "manifest.jsonl").write_text("".join(rows))
-    return tmp_path / "run"
+    return make_run_of_colors(tmp_path / "run")
 
 
 def test_shards_are_read_as_a_webdataset(run: Path, tmp_path: Path) -> None:
@@ -47,10 +24,10 @@ def test_shards_are_read_as_a_webdataset(run: Path, tmp_path: Path) -> None:
     order than the run's.
     """
     files = write_shards(run, tmp_path / "out", 4)
-    assert [file.name for file in files] == ["00000.tar", "00001.tar", "00002.tar"]
+    assert [Path(file).name for file in files] == ["00000.tar", "00001.tar", "00002.tar"]
     rows = load_dataset(
         "webdataset",
-        data_files=[str(f) for f in files],
+        data_files=files,
         split="train",
         cache_dir=str(tmp_path / "hf"),
     )
@@ -60,7 +37,7 @@ def test_shards_are_read_as_a_webdataset(run: Path, tmp_path: Path) -> None:
         number = row["json"]["seed"]
         assert (row["cls"], row["json"]["class"], row["json"]["client"]) == (
             number // 5,
-            NAMES[number // 5],
+            TWO_NAMES[number // 5],
             f"site-{number % 2}",
         )
         assert set(pil_to_tensor(row["png"]).flatten().tolist()) == {20 * number}
@@ -68,12 +45,31 @@ def test_shards_are_read_as_a_webdataset(run: Path, tmp_path: Path) -> None:
 
 def test_the_same_run_gives_the_same_bytes(run: Path, tmp_path: Path) -> None:
     first_shards, second_shards = (
-        [f.read_bytes() for f in write_shards(run, tmp_path / name, 4)] for name in ("one", "other")
+        [Path(file).read_bytes() for file in write_shards(run, tmp_path / name, 4)]
+        for name in ("one", "other")
     )
     assert first_shards == second_shards
-    assert [
-        f.read_bytes() for f in write_shards(run, tmp_path / "one", 4)
-    ] == first_shards  # over those that are there
+
+
+def test_an_interrupted_command_goes_on(run: Path, tmp_path: Path) -> None:
+    """Interruptions after the first shard, and within the second, of which a part is left."""
+
+    def stop(finished: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    expected = [Path(file).read_bytes() for file in write_shards(run, tmp_path / "whole", 4)]
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        write_shards(run, out, 4, stop)
+    assert sorted(file.name for file in out.iterdir()) == ["00000.tar", "shards.json"]
+    (out / "00001.tar.part").write_bytes(b"half")
+    first = (out / "00000.tar").stat()
+    seen: list[tuple[int, int]] = []
+    files = write_shards(run, out, 4, lambda *counts: seen.append(counts))
+    assert [Path(file).read_bytes() for file in files] == expected
+    assert (out / "00000.tar").stat().st_mtime_ns == first.st_mtime_ns
+    assert not (out / "00001.tar.part").exists()
+    assert seen == [(4, 10), (8, 10), (10, 10)]
 
 
 def test_a_corrupt_or_missing_image_is_not_written(run: Path, tmp_path: Path) -> None:
@@ -88,7 +84,7 @@ def test_a_corrupt_or_missing_image_is_not_written(run: Path, tmp_path: Path) ->
 
 def test_shards_of_something_else_are_left_alone(run: Path, tmp_path: Path) -> None:
     """Shards of another size, another run, or unknown origin."""
-    before = [file.read_bytes() for file in write_shards(run, tmp_path / "out", 5)]
+    before = [Path(file).read_bytes() for file in write_shards(run, tmp_path / "out", 5)]
     with pytest.raises(
         ConfigError, match="has shards of another run, or of another size; set an empty folder"
     ):

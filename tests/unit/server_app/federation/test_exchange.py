@@ -640,8 +640,12 @@ def test_a_standby_client_replaces_a_failed_one(tmp_path: Path, bad: Answer) -> 
     assert members.nodes == {"client-1": 1, "client-2": 2}
 
 
-def test_a_standby_client_that_joins_late_is_asked(tmp_path: Path) -> None:
-    """The client was silent when two others joined; when one of them fails, its answer is heard."""
+def test_a_standby_client_that_joins_late_is_asked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The client was silent when two others joined; when one of them fails, its answer is heard.
+    Meanwhile the log says once what is awaited.
+    """
     config = settings(num_clients=2, join_timeout=20.0)
     late = []
     answers = {
@@ -651,8 +655,13 @@ def test_a_standby_client_that_joins_late_is_asked(tmp_path: Path) -> None:
     }
     grid = NodesGrid(answers)
     members = joined(grid, config, tmp_path)
-    threading.Timer(0.5, late.append, [True]).start()
+    threading.Timer(2.5, late.append, [True]).start()
     assert collected(grid, config, members, tmp_path) == {"client-1", "late"}
+    lines = [line for line in caplog.messages if "waiting up to" in line]
+    assert len(lines) == 1
+    assert (
+        "s (join-timeout) for another in its place. Asked to join, but silent: node 2" in lines[0]
+    )
 
 
 def test_without_standby_clients_a_failed_one_is_missing(tmp_path: Path) -> None:
