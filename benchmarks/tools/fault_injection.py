@@ -12,7 +12,6 @@ folders and logs of a violation are beside them.
 
 import argparse
 import hashlib
-import itertools
 import json
 import os
 import shutil
@@ -204,14 +203,14 @@ def free_ports() -> tuple[int, int]:
     """Return two ports that Linux by default gives to no outgoing connection while the SuperLink
     is away. Commands in parallel try others.
     """
-    for port in itertools.count(10_000 + 2 * (os.getpid() % 11_000), 2):
+    for port in range(10_000 + 2 * (os.getpid() % 11_000), 32_768, 2):
         with (
             suppress(OSError),
             socket.create_server(("127.0.0.1", port)),
             socket.create_server(("127.0.0.1", port + 1)),
         ):
             return port, port + 1
-    raise AssertionError
+    raise OSError("no two neighboring ports are free")
 
 
 def run_in_parallel(first: int, count: int, jobs: int, more: Sequence[str]) -> list[int]:

@@ -159,7 +159,7 @@ def serve(listener: socket.socket) -> None:
     ended, wakeup = os.pipe2(os.O_NONBLOCK)
     signal.set_wakeup_fd(wakeup)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    lines: dict[int, socket.socket] = {}
+    lines: dict[int, tuple[socket.socket, Path]] = {}
     while True:
         ready, _, _ = select.select([listener, sys.stdin, ended], [], [])
         if sys.stdin in ready:
@@ -177,19 +177,27 @@ def serve(listener: socket.socket) -> None:
                 become_command(line, mains)
             peer = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
             command, _, _ = struct.unpack("3i", peer)
+            link = Path(FORKS) / str(command)
+            # Linux gives a number again, at the latest after 32,768 processes
+            link.unlink(missing_ok=True)
             # A link is never half written
-            os.symlink(str(fork), Path(FORKS) / str(command))
+            link.symlink_to(str(fork))
             _send(line, fork)
-            lines[fork] = line
+            lines[fork] = line, link
 
 
-def _report_ends(lines: dict[int, socket.socket]) -> None:
-    """Send the exit code of each fork that has ended to its command."""
+def _report_ends(lines: dict[int, tuple[socket.socket, Path]]) -> None:
+    """Send the exit code of each fork that has ended to its command, and remove its link."""
     while lines:
         fork, status = os.waitpid(-1, os.WNOHANG)
         if not fork:
             return
-        with lines.pop(fork) as line:
+        line, link = lines.pop(fork)
+        with suppress(FileNotFoundError):
+            # Another command may have the number by now
+            if os.readlink(link) == str(fork):
+                link.unlink()
+        with line:
             _send(line, os.waitstatus_to_exitcode(status))
 
 
@@ -205,7 +213,10 @@ def become_command(line: socket.socket, mains: Mapping[str, Callable[[], None]])
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
-    request = json.loads(line.makefile().readline())
+    if not (text := line.makefile().readline()):
+        # The command was killed before it had sent its request
+        os._exit(1)
+    request = json.loads(text)
     threading.Thread(target=_end_with, args=(line,), daemon=True).start()
     os.chdir(request["folder"])
     os.environ.clear()

@@ -1,5 +1,7 @@
 """Commands that are forks behave as Flower's own, and end as these do."""
 
+import json
+import os
 import signal
 import socket
 import subprocess
@@ -9,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.helpers.fork_server import BIN, start_fork_server
+from tests.helpers.fork_server import BIN, FORKS, start_fork_server
 from tests.helpers.system_tools import Federation, wait_for
 
 pytestmark = pytest.mark.slow
@@ -94,3 +96,23 @@ def test_signals_reach_the_fork(waiting: tuple[subprocess.Popen, psutil.Process]
     # Flower's handler exits by itself
     assert process.wait(timeout=30) >= 0
     wait_for(lambda: not fork.is_running(), 30, lambda: "the fork goes on", every=0.05)
+
+
+def test_the_number_of_a_process_is_given_again(environment: dict[str, str]) -> None:
+    """Two commands have the number of this process, and one ends before its request."""
+    folder, server = start_fork_server(TERM="dumb", COLUMNS="200")
+    address = str(folder.parent / "socket")
+    request = {"argv": [str(folder / "osfl"), "--help"], "environment": environment, "folder": "/"}
+    links = folder.parent / FORKS
+    with open(os.devnull, "r+b") as nothing:
+        for text in ("", json.dumps(request), json.dumps(request)):
+            with socket.socket(socket.AF_UNIX) as line:
+                line.connect(address)
+                socket.send_fds(line, [b"0"], [nothing.fileno()] * 3)
+                file = line.makefile("rw")
+                if text:
+                    print(text, file=file, flush=True)
+                    fork, code = int(file.readline()), int(file.readline())
+                    assert (fork > 0, code) == (True, 0)
+                    assert not (links / str(os.getpid())).is_symlink()
+    assert server.poll() is None
