@@ -150,8 +150,8 @@ class Members:
         """Let test-only clients join before the tests, and clients whose payload was stored.
 
         Other clients come too late. A node that was asked less than `TESTER_SECONDS` ago, or is
-        asked again because it restarted, is awaited. The run warns of all nodes that have not
-        replied.
+        asked again because it restarted, is awaited; so is every silent node if a client whose
+        payload was stored has not joined. The run warns of all nodes that have not replied.
         """
         patience = min(TESTER_SECONDS, self._config.join_timeout)
         end = time.monotonic() + patience
@@ -170,6 +170,9 @@ class Members:
         self._exchange.pull(self._read, self._keep_tester, self._fail, until)
 
     def _awaits_nodes(self, patience: float) -> bool:
+        # The node of such a client may have restarted, and cannot be told from another
+        if self._stored - self.nodes.keys() and not self._held_out:
+            return bool(self.silent())
         earliest = time.monotonic() - patience
         return any(self._exchange.was_asked(node, since=earliest) for node in self.silent())
 

@@ -364,6 +364,33 @@ def test_a_client_whose_payload_is_stored_may_join_before_the_tests(tmp_path: Pa
     assert members.test_nodes() == {"a": 0}
 
 
+def test_a_client_whose_payload_is_stored_is_awaited_though_asked_long_ago(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its node was asked, and was away until after the run had begun to wait for it. Afterwards
+    nobody who could test is missing, so that another silent node is not awaited.
+    """
+    monkeypatch.setattr("server_app.federation.join.TESTER_SECONDS", 2.0)
+    monkeypatch.setattr("server_app.federation.exchange.POLL_SECONDS", 0.1)
+    silent = {n: but(name, "query.join", lambda _: None) for n, name in ((1, "b"), (2, "x"))}
+    grid = NodesGrid({0: fit("a"), **silent})
+    config = settings(num_clients=2, min_clients=1, join_timeout=2.0)
+    members = joined(grid, config, tmp_path, stored=["a", "b"])
+    assert members.test_nodes() == {"a": 0}
+    grid.online = {0, 2}
+    time.sleep(2.1)
+
+    def come_back() -> None:
+        grid.online_since = "now"
+        grid.answers[1] = fit("b")
+        grid.online = {0, 1, 2}
+
+    threading.Timer(0.3, come_back).start()
+    monkeypatch.setattr("server_app.federation.exchange.RETRY_SECONDS", 0.2)
+    members.await_testers()
+    assert members.test_nodes() == {"a": 0, "b": 1}
+
+
 def test_a_node_that_restarted_since_it_was_asked_is_awaited_before_the_tests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
