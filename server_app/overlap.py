@@ -244,8 +244,12 @@ class Overlap:
 
 
 def weights_bytes(config: RunConfig) -> int:
-    """Estimate the bytes of a run's payloads and models: one per client and three global models."""
-    return WEIGHTS_BYTES * (config.num_clients + 3)
+    """Estimate the bytes of a run's payloads and models.
+
+    These are one per client, three global models, and the state of a training: its weights, their
+    momentum and their average.
+    """
+    return WEIGHTS_BYTES * (config.num_clients + 3 + 3)
 
 
 class _AbortedError(Exception):

@@ -3,17 +3,20 @@
 import hashlib
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+import osfl
 from osfl.models import classifiers
 from osfl.models.classifiers import compute_logits
-from osfl.models.training import Distillation, ExtraLoss, fit
+from osfl.models.training import Checkpoints, Distillation, ExtraLoss, fit
 from osfl.payload.wire import PayloadError
 from osfl.run_folder.layout import RunFolder
 from osfl.util.costs import Stopwatch
+from osfl.util.log import log
 from osfl.util.pixels import Pixels
 from server_app.context import GlobalModel, ServerJob
 
@@ -50,7 +53,7 @@ def train_global(
         model = _initial_model(job)
         model.load_state_dict(state)
     else:
-        watch = Stopwatch()
+        checkpoint = TrainingCheckpoint(job.folder, name, inputs)
         curve = LossCurve(job.folder, name)
         model = train_model(
             job,
@@ -62,12 +65,51 @@ def train_global(
             start=start[0] if start else None,
             progress=job.status.advance,
             record=curve.add,
+            checkpoints=Checkpoints(checkpoint.load, checkpoint.store),
         )
         curve.store()
-        record = {"seconds": watch.seconds, "images": len(labels), "inputs": inputs}
+        record = {"seconds": checkpoint.seconds, "images": len(labels), "inputs": inputs}
         metadata = job.metadata(name, model)
         job.folder.store_model(name, model.cpu().state_dict(), record, metadata)
     return GlobalModel(model.eval(), settings.architecture, settings.small_stem)
+
+
+class TrainingCheckpoint:
+    """The state of a training in the run's folder, from which a killed server continues it.
+
+    Args:
+        name: the training strategy.
+        inputs: a text that determines the model.
+    """
+
+    def __init__(self, folder: RunFolder, name: str, inputs: str):
+        self._folder = folder
+        self._name = name
+        # Other releases may draw or round otherwise
+        self._inputs = f"{inputs}, osfl {osfl.__version__}, torch {torch.__version__}"
+        self._watch = Stopwatch()
+        self._earlier_seconds = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of the steps so far, also of those before an interruption."""
+        return self._earlier_seconds + self._watch.seconds
+
+    def load(self) -> dict[str, Any] | None:
+        """Return the stored state of the same training, or None."""
+        state = self._folder.stored_checkpoint(self._name, self._inputs)
+        if state is not None:
+            self._earlier_seconds = state["seconds"]
+            log.info("training %s continues at step %d", self._name, len(state["losses"]))
+        return state
+
+    def store(self, state: dict[str, Any]) -> None:
+        """Store a state; a failure, such as a full disk, is logged and does not end the run."""
+        content = {**state, "seconds": self.seconds}
+        try:
+            self._folder.store_checkpoint(self._name, self._inputs, content)
+        except OSError as error:
+            log.warning("the state of training %s is not stored: %s", self._name, error)
 
 
 class LossCurve:
@@ -102,6 +144,7 @@ def train_model(
     start: Mapping[str, torch.Tensor] | None = None,
     progress: Callable[[int, int], None],
     record: Callable[[float], None] = lambda loss: None,
+    checkpoints: Checkpoints | None = None,
 ) -> nn.Module:
     """Train a model as the global model is trained, without storing it. See `train_global`.
 
@@ -122,6 +165,7 @@ def train_model(
         extra=ExtraLoss(teacher, distillation_weight, distillations=distillations),
         progress=progress,
         record=record,
+        checkpoints=checkpoints,
     )
     return model
 

@@ -1,10 +1,12 @@
 """Train classifiers: those of clients, of reference runs and the global models."""
 
 import math
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,6 +29,8 @@ from osfl.util.seeds import seed_of
 
 # Images above this part of a GPU's free memory stay in the machine's
 GPU_MEMORY_SHARE = 2
+# Between two stores of a training's state
+CHECKPOINT_SECONDS = 60.0
 # One image [3, S, S] to another
 Augmentation = Callable[[torch.Tensor], torch.Tensor]
 # Images [B, 3, S, S] and labels [B] to mixed images and soft labels [B, C]
@@ -61,6 +65,22 @@ class Distillation:
 
 
 @dataclass(frozen=True)
+class Checkpoints:
+    """Where the state of a training is kept, from which another process continues it.
+
+    The result is that of an uninterrupted training, bit by bit: the state has the weights, the
+    optimizer's momentum, the schedule, the average, the random generators and all losses so far.
+
+    Attributes:
+        load: returns the stored state, or None.
+        store: called with the state every `CHECKPOINT_SECONDS`.
+    """
+
+    load: Callable[[], dict[str, Any] | None]
+    store: Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
 class ExtraLoss:
     """Terms of a training's loss beside the cross-entropy.
 
@@ -91,6 +111,7 @@ def fit(
     meter: FlopMeter | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
     record: Callable[[float], None] = lambda loss: None,
+    checkpoints: Checkpoints | None = None,
 ) -> nn.Module:
     """Train in place by SGD on cross-entropy and `extra` terms of the loss.
 
@@ -100,7 +121,8 @@ def fit(
         config: the recipe; that of a round's local training is `local_recipe(...)`.
         meter: counts the FLOPs of the steps.
         progress: called with (finished steps, all steps).
-        record: called with the loss of each step.
+        record: called with the loss of each step, also of those before an interruption.
+        checkpoints: None: an interrupted training begins anew.
 
     Raises:
         ClassifierError: fewer than two images, or the loss is not finite.
@@ -117,14 +139,22 @@ def fit(
     preprocess = _new_preprocessing(model, pixels, config, device)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed_of(seed, "dropout"))
-        progress(0, len(batches))
-        for number, (rows, batch) in enumerate(_prefetch(pixels, batches, pixel_device), start=1):
+        losses = trainer.restore(checkpoints.load() if checkpoints else None)
+        for loss in losses:
+            record(loss)
+        progress(len(losses), len(batches))
+        stored = time.monotonic()
+        for rows, batch in _prefetch(pixels, batches[len(losses) :], pixel_device):
             rows = rows.to(device)
             images, targets = preprocess(batch, labels[rows])
-            loss = meter.run(("fit", len(rows)), partial(trainer.step, rows, images, targets))
-            record(_finite(loss, number, config.lr))
+            step = partial(trainer.step, rows, images, targets)
+            losses.append(_finite(meter.run(("fit", len(rows)), step), len(losses) + 1, config.lr))
+            record(losses[-1])
             trainer.advance()
-            progress(number, len(batches))
+            progress(len(losses), len(batches))
+            if checkpoints and time.monotonic() - stored > CHECKPOINT_SECONDS:
+                checkpoints.store(trainer.state(losses))
+                stored = time.monotonic()
     model.requires_grad_(True)
     trainer.load_average()
     return model.eval()
@@ -191,6 +221,7 @@ class _Trainer:
     ):
         self.model = model
         self.config = config
+        self.device = device
         self.extra = extra
         self.teacher = None if extra.teacher is None else extra.teacher.to(device)
         self.distillations = [
@@ -234,6 +265,33 @@ class _Trainer:
             self.scheduler.step()
         if self.average is not None:
             self.average.update_parameters(self.model)
+
+    def state(self, losses: list[float]) -> dict[str, Any]:
+        """Return all that the next steps depend on, and the losses of the steps before."""
+        parts: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
+        parts |= {"scheduler": self.scheduler} if self.scheduler is not None else {}
+        parts |= {"average": self.average} if self.average is not None else {}
+        states = {name: part.state_dict() for name, part in parts.items()}
+        states["random"] = torch.get_rng_state()
+        if self.device.type == "cuda":
+            states["random on the GPU"] = torch.cuda.get_rng_state(self.device)
+        return {**states, "losses": losses}
+
+    def restore(self, state: dict[str, Any] | None) -> list[float]:
+        """Continue from a state, and return its losses; [] without a state."""
+        if state is None:
+            return []
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+        if self.average is not None:
+            self.average.load_state_dict(state["average"])
+        torch.set_rng_state(state["random"])
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(state["random on the GPU"], self.device)
+        losses: list[float] = state["losses"]
+        return losses
 
     def load_average(self) -> None:
         """Replace the model's weights by their average, if there is one."""

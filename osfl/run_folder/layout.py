@@ -24,7 +24,7 @@ contribution/             with client-contribution: done.json, the images that t
 rounds/                   of iterative baselines: the last round's model, and done.json with its
                           checksum and the times of all rounds; identity.json, which tells this
                           run from another server's with the same job id
-models/<name>.safetensors the global models
+models/<name>.safetensors the global models; <name>.checkpoint, during its training: its state
 curves/<name>.json        the loss of their training, by step
 tests/<name>.json         their confusion matrices by client; <name>.adapted.json, those of each
                           client's personalized model
@@ -98,7 +98,7 @@ HINT_SYNTHESIZE = "remove it, and the images are synthesized again"
 _STEPS = {
     "payloads": ("payloads/*.pb",),
     "images": ("units/*.jsonl",),
-    "models": ("models/*.json", "rounds/done.json"),
+    "models": ("models/*.json", "models/*.checkpoint", "rounds/done.json"),
 }
 
 

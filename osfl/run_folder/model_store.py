@@ -1,6 +1,7 @@
 """The global models of a run, with their tests and the scores of clients."""
 
 import hashlib
+import io
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 # Suffix of the files on personalized models. No model's name has it: identifiers have no dot
 ADAPTED = ".adapted"
 MAX_CURVE_POINTS = 500
+DIGEST_CHARACTERS = 64  # of a SHA-256
 
 
 def main_model(names: Iterable[str]) -> str:
@@ -51,6 +53,40 @@ class ModelStore(JobFiles):
         (self.path / "models" / f"{name}.json").unlink(missing_ok=True)
         digest = self.write_weights(f"models/{name}.safetensors", state, metadata)
         self.write_json(f"models/{name}.json", {**record, "sha256": digest})
+        self._checkpoint_file(name).unlink(missing_ok=True)
+
+    def store_checkpoint(self, name: str, inputs: str, state: Mapping[str, Any]) -> None:
+        """Store the state of a model's training, until the model is stored.
+
+        Args:
+            inputs: a text that determines the training.
+            state: tensors, numbers and texts.
+        """
+        import torch
+
+        buffer = io.BytesIO()
+        torch.save({"inputs": inputs, "state": dict(state)}, buffer)
+        content = buffer.getvalue()
+        digest = hashlib.sha256(content).hexdigest().encode()
+        write_atomically(self._checkpoint_file(name), (digest, content))
+
+    def stored_checkpoint(self, name: str, inputs: str) -> dict[str, Any] | None:
+        """Read the state of a training of exactly these inputs; None if missing or corrupt."""
+        import torch
+
+        try:
+            content = self._checkpoint_file(name).read_bytes()
+        except FileNotFoundError:
+            return None
+        digest, saved = content[:DIGEST_CHARACTERS], content[DIGEST_CHARACTERS:]
+        if hashlib.sha256(saved).hexdigest().encode() != digest:
+            return None
+        checkpoint = torch.load(io.BytesIO(saved), map_location="cpu", weights_only=True)
+        state: dict[str, Any] = checkpoint["state"]
+        return state if checkpoint["inputs"] == inputs else None
+
+    def _checkpoint_file(self, name: str) -> Path:
+        return self.path / "models" / f"{name}.checkpoint"
 
     def stored_model(self, name: str, inputs: str) -> "dict[str, torch.Tensor] | None":
         """Read the model that was trained on exactly these inputs; None if missing or corrupt."""
