@@ -5,7 +5,7 @@ import json
 import platform
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -382,7 +382,7 @@ def _server(run: RunFolder) -> dict[str, Any]:
     seconds = sum(timing["seconds"] for timing in timings)
     models = {file.stem: _json(file) for file in run.model_records()}
     return {
-        "synthetic_images": len(_lines(run.manifest_file)),
+        "synthetic_images": sum(1 for _ in _lines(run.manifest_file)),
         "seconds_per_image": seconds / images if images else None,
         "synthesis_seconds": seconds,
         "training_seconds": {name: record["seconds"] for name, record in models.items()},
@@ -532,8 +532,11 @@ def _json_or_empty(file: Path) -> dict[str, Any]:
     return _json(file) if file.is_file() else {}
 
 
-def _lines(file: Path) -> list[str]:
-    return file.read_text(errors="replace").splitlines() if file.is_file() else []
+def _lines(file: Path) -> Iterator[str]:
+    """Yield the lines of a file that may have a million; none if there is no file."""
+    if file.is_file():
+        with open(file, errors="replace") as lines:
+            yield from lines
 
 
 def _version(package: str) -> str | None:

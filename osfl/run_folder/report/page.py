@@ -1,6 +1,6 @@
 """The report page of a run: `report.html`, a single file that opens offline."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -96,7 +96,7 @@ def render(
     folder: Path,
     metrics: Mapping[str, Any],
     classes: Sequence[str],
-    manifest: Sequence[str],
+    manifest: Iterable[str],
     curves: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """Render the page.

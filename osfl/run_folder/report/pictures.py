@@ -5,7 +5,7 @@ import io
 import json
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,7 +55,7 @@ class Gallery:
         return any("." in owner for owner in self.first)
 
 
-def gallery_of(folder: Path, manifest: Sequence[str], classes: Sequence[str]) -> Gallery:
+def gallery_of(folder: Path, manifest: Iterable[str], classes: Sequence[str]) -> Gallery:
     """Select and encode the pictures of a run.
 
     Args:
@@ -89,7 +89,7 @@ def gallery_of(folder: Path, manifest: Sequence[str], classes: Sequence[str]) ->
     return gallery
 
 
-def _files(manifest: Sequence[str]) -> tuple[Grid, int]:
+def _files(manifest: Iterable[str]) -> tuple[Grid, int]:
     """Return the first files of every client and class, and the number of classes."""
     files: Grid = defaultdict(lambda: defaultdict(list))
     names = set()
