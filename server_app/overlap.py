@@ -244,12 +244,11 @@ class Overlap:
 
 
 def weights_bytes(config: RunConfig) -> int:
-    """Estimate the bytes of a run's payloads and models.
+    """Estimate the bytes of a run's payloads and models: one per client and three global models.
 
-    These are one per client, three global models, and the state of a training: its weights, their
-    momentum and their average.
+    A training continues without room for its state, which is not counted.
     """
-    return WEIGHTS_BYTES * (config.num_clients + 3 + 3)
+    return WEIGHTS_BYTES * (config.num_clients + 3)
 
 
 class _AbortedError(Exception):

@@ -74,11 +74,11 @@ def overlap_of(folder: Path, **settings: Any) -> Overlap:
 @pytest.mark.parametrize(
     ("disk", "memory", "has_kit", "shortage"),
     [
-        (400, 300, True, ""),
-        (399, 300, True, "399 MB free on the disk"),
-        (400, 299, True, "299 MB of memory free"),
-        (400, 303, False, "303 MB of memory free"),
-        (400, 304, False, ""),
+        (250, 300, True, ""),
+        (249, 300, True, "249 MB free on the disk"),
+        (250, 299, True, "299 MB of memory free"),
+        (250, 303, False, "303 MB of memory free"),
+        (250, 304, False, ""),
     ],
 )
 def test_images_leave_room_for_payloads_to_come(
@@ -89,8 +89,7 @@ def test_images_leave_room_for_payloads_to_come(
     has_kit: bool,
     shortage: str,
 ) -> None:
-    """50 MB on the disk of each of 2 clients, of 3 models and of 3 parts of a training's state; and
-    in memory 3 times 100 MB.
+    """50 MB on the disk of each of 2 clients and 3 models, and in memory 3 times 100 MB.
 
     A kit of 2 MB, which is yet to be loaded, takes 4 MB.
     """
