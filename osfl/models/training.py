@@ -66,7 +66,7 @@ class Distillation:
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Where the state of a training is kept, from which another process continues it.
+    """Functions that keep the state of a training, from which another process continues it.
 
     The result is that of an uninterrupted training, bit by bit: the state has the weights, the
     optimizer's momentum, the schedule, the average, the random generators and all losses so far.

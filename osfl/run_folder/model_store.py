@@ -81,7 +81,8 @@ class ModelStore(JobFiles):
         digest, saved = content[:DIGEST_CHARACTERS], content[DIGEST_CHARACTERS:]
         if hashlib.sha256(saved).hexdigest().encode() != digest:
             return None
-        checkpoint = torch.load(io.BytesIO(saved), map_location="cpu", weights_only=True)
+        stream = io.BytesIO(saved)
+        checkpoint = torch.load(stream, map_location="cpu", weights_only=True)
         state: dict[str, Any] = checkpoint["state"]
         return state if checkpoint["inputs"] == inputs else None
 
