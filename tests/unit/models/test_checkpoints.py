@@ -31,7 +31,7 @@ RECIPES = {
 
 
 class StoppedError(Exception):
-    """What ends a training."""
+    """End of a training."""
 
 
 class Network(nn.Module):

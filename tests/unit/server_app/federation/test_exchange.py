@@ -367,9 +367,7 @@ def test_a_client_whose_payload_is_stored_may_join_before_the_tests(tmp_path: Pa
 def test_a_client_whose_payload_is_stored_is_awaited_though_asked_long_ago(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its node was asked, and was away until after the run had begun to wait for it. Afterwards
-    nobody who could test is missing, so that another silent node is not awaited.
-    """
+    """A node that was asked, went away, and comes back once the run has begun to wait for it."""
     monkeypatch.setattr("server_app.federation.join.TESTER_SECONDS", 2.0)
     monkeypatch.setattr("server_app.federation.exchange.POLL_SECONDS", 0.1)
     silent = {n: but(name, "query.join", lambda _: None) for n, name in ((1, "b"), (2, "x"))}
