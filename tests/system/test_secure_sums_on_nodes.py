@@ -2,9 +2,10 @@
 
 import json
 import os
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -72,6 +73,28 @@ def traces(folder: Path) -> dict[str, bytes]:
     return result
 
 
+@contextmanager
+def kept_traces(folder: Path) -> Iterator[dict[str, bytes]]:
+    """Yield the traces of all payloads so far.
+
+    A thread adds to them: clients keep payloads briefly, and a search of memory takes seconds.
+    """
+    kept: dict[str, bytes] = {}
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(0.05):
+            kept.update(traces(folder))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield kept
+    finally:
+        is_over.set()
+        thread.join()
+
+
 @pytest.mark.timeout(1200)
 def test_neither_server_nor_superlink_hold_a_payload(
     federation: Federation, tmp_path: Path
@@ -97,31 +120,31 @@ def test_neither_server_nor_superlink_hold_a_payload(
         options = {**settings, "job_id": job, "secure_sum": is_secure, "seed": seed}
         arguments = quick_arguments(Path("digits"), method="fedcgs", **options)
         run = federation.begin_run(*arguments)
-        site_traces: dict[str, bytes] = {}
         leaks: set[str] = set()
         leaks_in_memory: set[str] = set()
         next_search = 0.0
         status = tmp_path / "server" / job / "status.json"
         ended = False
-        while not ended:
-            # One more look when it has ended
-            ended = run.poll() is not None
-            site_traces |= traces(tmp_path)
-            stored = [*tmp_path.glob("state.db*"), *(tmp_path / "server" / job).rglob("*.*")]
-            for file in stored:
-                with suppress(FileNotFoundError, IsADirectoryError):
-                    content = file.read_bytes()
-                    leaks |= {site for site, trace in site_traces.items() if trace in content}
-            # Each search takes a second
-            if site_traces and time.monotonic() > next_search:
-                for content in server_memory(federation):
-                    leaking = {site for site, trace in site_traces.items() if trace in content}
-                    leaks_in_memory |= leaking
-                next_search = time.monotonic() + 3
-            is_asked = status.is_file() and '"asked"' in status.read_text()
-            if is_secure and is_asked and "site-d" in federation.processes:
-                federation.end("site-d")
-            time.sleep(0.2)
+        with kept_traces(tmp_path) as kept:
+            while not ended:
+                # One more look when it has ended
+                ended = run.poll() is not None
+                site_traces = dict(kept)
+                stored = [*tmp_path.glob("state.db*"), *(tmp_path / "server" / job).rglob("*.*")]
+                for file in stored:
+                    with suppress(FileNotFoundError, IsADirectoryError):
+                        content = file.read_bytes()
+                        leaks |= {site for site, trace in site_traces.items() if trace in content}
+                # Each search takes a second
+                if site_traces and time.monotonic() > next_search:
+                    for content in server_memory(federation):
+                        leaking = {site for site, trace in site_traces.items() if trace in content}
+                        leaks_in_memory |= leaking
+                    next_search = time.monotonic() + 3
+                is_asked = status.is_file() and '"asked"' in status.read_text()
+                if is_secure and is_asked and "site-d" in federation.processes:
+                    federation.end("site-d")
+                time.sleep(0.2)
         assert run.returncode == 0, federation.log("run")[-3000:]
         # The search finds what an open payload leaves
         assert len(site_traces) >= 3
