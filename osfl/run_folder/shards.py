@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from osfl.config import ConfigError
@@ -74,6 +73,8 @@ def write_shards(
     identity = {"manifest": hashlib.sha256(content).hexdigest(), "size": size}
     # A million parsed rows would take a gigabyte
     lines = content.splitlines(keepends=True)
+    # Before anything is written; the others are parsed shard by shard
+    _rows(manifest, lines[-1:])
     place = open_bucket(str(out)) if is_object_store(out) else _Folder(Path(out))
     finished = _check_place(place, identity, out)
     random.Random(0).shuffle(lines)
@@ -102,6 +103,10 @@ class _Folder:
 
     def write(self, name: str, content: bytes) -> None:
         write_atomically(self.path / name, content)
+
+    def scratch(self) -> nullcontext[Path]:
+        # On the same disk, so that a file can be renamed
+        return nullcontext(self.path)
 
     def upload(self, file: Path, name: str) -> None:
         os.replace(file, self.path / name)
@@ -150,9 +155,7 @@ def _write_shard(
         for problem in readers.map(lambda row: image_problem(run, row), rows):
             if problem:
                 raise ConfigError(f"{problem}; {HINT_RECREATE}")
-    # Beside its place, into which it is renamed; or on this machine until it is uploaded
-    scratch = nullcontext(place.path) if isinstance(place, _Folder) else TemporaryDirectory()
-    with scratch as folder:
+    with place.scratch() as folder:
         part = Path(folder) / f"{name}.part"
         try:
             with open_private(part, "wb") as tar, tarfile.open(fileobj=tar, mode="w") as shard:

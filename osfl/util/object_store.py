@@ -1,7 +1,7 @@
-"""Files in an object store that speaks S3: Amazon's, MinIO, Ceph, SeaweedFS.
+"""Files in an object store that speaks S3.
 
-Region, credentials and endpoint are those of the environment and of ~/.aws, as for every client of
-S3. An object is there whole or not at all.
+Credentials, region and endpoint are those of the environment. An object is there whole or not at
+all.
 """
 
 import tempfile
@@ -40,40 +40,40 @@ class Bucket:
         """Return the names of the objects in the folder."""
         from pyarrow.fs import FileSelector, FileType
 
-        with self._errors():
+        with _as_config_error(self.url):
             infos = self._filesystem.get_file_info(FileSelector(self._path, allow_not_found=True))
         return {info.base_name for info in infos if info.type == FileType.File}
 
     def read(self, name: str, most_bytes: int) -> bytes:
         """Return the first bytes of an object."""
-        with self._errors(), self._filesystem.open_input_stream(f"{self._path}/{name}") as file:
-            content: bytes = file.read(most_bytes)
+        place = f"{self._path}/{name}"
+        with _as_config_error(self.url), self._filesystem.open_input_stream(place) as stream:
+            content: bytes = stream.read(most_bytes)
             return content
 
     def write(self, name: str, content: bytes) -> None:
         """Store content under a name, in place of any other."""
-        with tempfile.TemporaryDirectory() as folder:
+        with self.scratch() as folder:
             file = Path(folder) / name
             file.write_bytes(content)
             self.upload(file, name)
+
+    def scratch(self) -> tempfile.TemporaryDirectory[str]:
+        """Return the context of a folder for files that are yet to be uploaded."""
+        return tempfile.TemporaryDirectory(prefix="osfl-")
 
     def upload(self, file: Path, name: str) -> None:
         """Store a file's content under a name, in place of any other."""
         from pyarrow.fs import LocalFileSystem, copy_files
 
         # An output stream of pyarrow would store what there is when an exception closes it
-        with self._errors():
+        with _as_config_error(self.url):
             copy_files(
                 str(file),
                 f"{self._path}/{name}",
                 source_filesystem=LocalFileSystem(),
                 destination_filesystem=self._filesystem,
             )
-
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        with _as_config_error(self.url):
-            yield
 
 
 def is_object_store(place: str | Path) -> bool:

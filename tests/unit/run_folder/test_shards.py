@@ -82,6 +82,15 @@ def test_a_corrupt_or_missing_image_is_not_written(run: Path, tmp_path: Path) ->
         write_shards(run, tmp_path / "out", 100)
 
 
+@pytest.mark.parametrize("damage", ["empty", "cut"])
+def test_a_corrupt_manifest_leaves_no_file(run: Path, tmp_path: Path, damage: str) -> None:
+    content = (run / "manifest.jsonl").read_bytes()
+    (run / "manifest.jsonl").write_bytes(b"" if damage == "empty" else content[:-9])
+    with pytest.raises(OSError, match=r"manifest.jsonl is corrupt; repeat the same `osfl run`"):
+        write_shards(run, tmp_path / "out", 4)
+    assert not (tmp_path / "out").exists()
+
+
 def test_shards_of_something_else_are_left_alone(run: Path, tmp_path: Path) -> None:
     """Shards of another size, another run, or unknown origin."""
     before = [Path(file).read_bytes() for file in write_shards(run, tmp_path / "out", 5)]

@@ -112,10 +112,10 @@ def test_an_address_must_be_one_of_s3(run: Path, address: str) -> None:
 
 
 def test_a_bucket_that_does_not_exist_is_named(store: S3FileSystem, run: Path) -> None:
-    result = CliRunner().invoke(app, ["shards", str(run), "s3://nobody/digits"])
+    result = CliRunner().invoke(app, ["shards", str(run), "s3://absent/digits"])
     text = " ".join(result.output.split())
     assert result.exit_code == 1
-    assert "error s3://nobody/digits: " in text
+    assert "error s3://absent/digits: " in text
     assert "of a bucket that exists; set AWS_ACCESS_KEY_ID" in text
 
 
