@@ -129,9 +129,19 @@ def run_stage(
             temporary = file.with_suffix(".tmp")
             torch.save({**state, "average": average, "step": step, "log": log}, temporary)
             temporary.replace(file)
+            _print_progress(stage, log, progress)
     modules.load_state_dict(average)
     modules.eval().requires_grad_(False)
     return log
+
+
+def _print_progress(stage: Stage, log: Mapping[str, Any], progress: Progress) -> None:
+    """Print a line for a checkpoint where no bar is shown, as in a file."""
+    if not progress.console.is_terminal:
+        progress.console.print(
+            f"{stage.name}: step {log['steps']:,} of {stage.steps:,}, "
+            f"loss {log['losses'][-1]:.4f}, {log['seconds']:,.0f} s"
+        )
 
 
 def _train_step(

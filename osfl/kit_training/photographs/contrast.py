@@ -80,6 +80,9 @@ def train_encoders(
         The encoders in eval mode, and the log of each stage.
     """
     encoders = Encoders(corpus, recipe)
+    if device.type == "cpu":
+        # On a CPU torch's fused attention is slow in bfloat16
+        encoders.clip.set_attn_implementation("eager")
     settings = recipe.image_encoder
 
     def loss(generator: torch.Generator) -> torch.Tensor:
