@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from osfl.config import ConfigError, RunConfig, parts_of
+from osfl.config import ConfigError, RunConfig, loads_clip, parts_of
 from osfl.config.problems import DIGITS_KITS, digits_kit_problem
 from osfl.kit.check import check_kit
 from osfl.kit.folder import KitError
@@ -19,7 +19,7 @@ from osfl.kit.used_parts import (
     sampling_parts,
     uncached_kit_bytes,
 )
-from osfl.methods import METHODS
+from osfl.methods import CLIP, METHODS
 from osfl.payload.kinds import Classifier, Joint, Payload, Sent
 from osfl.run_folder.layout import RunFolder
 from osfl.run_folder.status import Status
@@ -78,20 +78,17 @@ def _is_of_digits(folder: Path) -> bool:
 def check_sampling_kit(config: RunConfig) -> None:
     """Check the files, settings and headers of the parts that sample images, without loading them.
 
-    Of a zero-shot method, check its CLIP.
+    Check the CLIP of a zero-shot model or teacher, too.
 
     Raises:
         KitError, FileNotFoundError: the kit does not exist, is of another kind, or is corrupt.
     """
     method = METHODS[config.method]
-    if method.zero_shot:
-        for kit, parts in parts_by_step(config).values():
-            check_kit(find_kit(kit), parts)
-        check_models_outside_kit(config, "server")
-    if not method.samples:
-        return
-    kit = find_kit(config.sampling_kit)
-    check_kit(kit, sampling_parts(config), image_condition=method.image_conditions)
+    if loads_clip(config) and not config.zero_shot.clip:
+        check_kit(find_kit(config.kit), (CLIP,))
+    if method.samples:
+        kit = find_kit(config.sampling_kit)
+        check_kit(kit, sampling_parts(config), image_condition=method.image_conditions)
     check_models_outside_kit(config, "server")
 
 

@@ -8,7 +8,14 @@ No code below the two apps reads a Flower context.
 Keys are kebab-case there (`feddeo.guidance-text`) and snake_case here.
 """
 
-from osfl.config.kinds import all_parts, is_mixed, kinds_of, parts_of, sends_payloads
+from osfl.config.kinds import (
+    all_parts,
+    is_mixed,
+    kinds_of,
+    loads_clip,
+    parts_of,
+    sends_payloads,
+)
 from osfl.config.parse import (
     NODE_NOT_IDENTITY,
     NOT_IDENTITY,
@@ -98,6 +105,7 @@ __all__ = [
     "is_identifier",
     "is_mixed",
     "kinds_of",
+    "loads_clip",
     "lowest_threshold",
     "node_schema",
     "parse_node_config",

@@ -56,6 +56,12 @@ def sends_payloads(run: RunConfig) -> bool:
     return any(METHODS[method].client for method in all_parts(run))
 
 
+def loads_clip(run: RunConfig) -> bool:
+    """Return whether the server loads a CLIP: as the global model, or as a mixed run's teacher."""
+    name = run.method_settings.teacher if is_mixed(run) else run.method
+    return name in METHODS and METHODS[name].zero_shot
+
+
 def _pure(run: RunConfig, method: str) -> RunConfig:
     # A codec is for numbers that may be rounded
     codec = run.payload_codec if METHODS[method].numbers == "lossy" else "raw"
@@ -73,10 +79,10 @@ def spelling_problems(run: RunConfig) -> Iterator[str]:
     teacher = run.method_settings.teacher
     setting = f"mixed.teacher = {quote(teacher)}"
     heads = [method for method in all_parts(run) if METHODS[method].features]
-    if teacher and teacher not in heads:
+    if teacher and teacher not in heads and not loads_clip(run):
         yield (
             f"{setting}: must be a method in mixed.methods that sends statistics of features, as "
-            'fedcgs in domain-vector+fedcgs, or ""'
+            'fedcgs in domain-vector+fedcgs, or "zero-shot", or ""'
         )
     if teacher and run.global_model.mixing != "none":
         yield (

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
-from osfl.config import ClassifierConfig, RunConfig, all_parts, split_names
+from osfl.config import ClassifierConfig, RunConfig, all_parts, loads_clip, split_names
 from osfl.kit.digests import uncached_bytes
 from osfl.kit.folder import KitError
 from osfl.kit.kits import file_digests, find_kit, initial_weights_file, loaded_files
@@ -109,11 +109,11 @@ def run_models(config: RunConfig) -> list[RunModel]:
 
 def _server_models_outside_kit(config: RunConfig) -> list[tuple[str, str, str]]:
     """Return (key, source, part) of the server's models that are not in the kit."""
-    if METHODS[config.method].zero_shot and config.zero_shot.clip:
-        return [("zero-shot.clip", config.zero_shot.clip, CLIP)]
+    clip = config.zero_shot.clip if loads_clip(config) else ""
+    models = [("zero-shot.clip", clip, CLIP)] if clip else []
     if not METHODS[config.method].samples:
-        return []
-    models = [
+        return models
+    models += [
         ("synthesis.tiny-decoder", config.synthesis.tiny_decoder, TINY_DECODER),
         ("synthesis.lora", config.synthesis.lora, LORA),
     ]
@@ -170,12 +170,11 @@ def parts_by_step(config: RunConfig) -> dict[str, tuple[str, tuple[str, ...]]]:
     if method.samples:
         used["images"] = (config.sampling_kit, sampling_parts(config))
     names = [model.architecture for _, model in initial_models(config) if model.init == "kit"]
-    if names:
-        kit = _folder(config.kit)
-        files = dict.fromkeys(initial_weights_file(name, kit) for name in names)
-        used["models"] = (config.kit, tuple(files))
-    if method.zero_shot and not config.zero_shot.clip:
-        used["models"] = (config.kit, (CLIP,))
+    kit = _folder(config.kit) if names else ""
+    files = dict.fromkeys(initial_weights_file(name, kit) for name in names)
+    clip = (CLIP,) if loads_clip(config) and not config.zero_shot.clip else ()
+    if files or clip:
+        used["models"] = (config.kit, (*files, *clip))
     return used
 
 

@@ -31,8 +31,9 @@ class MixedConfig:
     teacher: Annotated[
         str,
         Doc(
-            "A method of `methods` that sends statistics of features, such as fedcgs, whose head "
-            "teaches the global model. Empty: none."
+            "The teacher of the global model: a method of `methods` that sends statistics of "
+            "features, such as fedcgs, by its head; or zero-shot, by a CLIP (`[zero-shot]`). "
+            "Empty: none."
         ),
         ServerKey(),
     ] = ""

@@ -3,8 +3,8 @@
 Each method's own server half plans its clients' images and samples them, so that they equal those
 of a pure run with the same seed, clients and counts. All methods share one frozen kit. One model is
 trained on all images. Where a method has teachers (FedLMG, FedCADO), they label their own clients'
-images softly. With `mixed.teacher` a head on frozen features, from statistics that clients send in
-the same messages, labels all images softly.
+images softly. With `mixed.teacher` a foundation model labels all images softly: a head on frozen
+features, from statistics that clients send in the same messages, or a CLIP with the classes' names.
 
 The rule for counts is one for all: R images per client and class, or with `class-balance` equally
 many of every class, shared by all clients that hold it.
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from osfl.config import ConfigError, RunConfig, all_parts
+from osfl.config import ConfigError, RunConfig, all_parts, loads_clip
 from osfl.methods import METHODS, server_module
 from osfl.models.training import Distillation
 from osfl.payload.kinds import Payload, Sent, by_method
@@ -27,6 +27,7 @@ from server_app import costs
 from server_app.context import ServerJob
 from server_app.defenses.label_filter import apply_label_filter
 from server_app.distillation import head_distillation
+from server_app.methods.zero_shot import load_classifier
 from server_app.pipeline import Models, Recipe, recipe_of, train_on
 from server_app.synthesis.images import SyntheticSet, finish_work, plan_work
 from server_app.synthesis.plan import ImageJob, balanced_counts
@@ -158,6 +159,10 @@ def _head_targets(
 ) -> Distillation | None:
     """Return the soft targets of the run's teacher for all images; None without a teacher."""
     settings = job.config.method_settings
+    scale = (settings.teacher_temperature, settings.teacher_weight)
+    if loads_clip(job.config):
+        clip, _ = load_classifier(job)
+        return head_distillation(clip, images.pixels, job.device, *scale)
     if not settings.teacher:
         return None
     if settings.teacher not in heads:
@@ -167,7 +172,6 @@ def _head_targets(
         )
         return None
     (head,) = heads[settings.teacher].values()
-    scale = (settings.teacher_temperature, settings.teacher_weight)
     return head_distillation(head.model, images.pixels, job.device, *scale)
 
 

@@ -20,6 +20,7 @@ from osfl.config import RunConfig
 from osfl.inference.description import describe
 from osfl.kit.kits import find_kit
 from osfl.kit.used_parts import global_settings
+from osfl.models.clip_classifier import ClipClassifier
 from osfl.models.encoders import Clip, load_clip
 from osfl.payload.kinds import Payload
 from osfl.util.costs import Stopwatch
@@ -34,9 +35,7 @@ def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalMode
     watch = Stopwatch()
     job.status.phase("encoding the classes' names")
     config = job.config
-    clip = load_clip(config.zero_shot.clip or find_kit(config.kit), job.device)
-    encodings = encode_classes(clip, config, job.classes)
-    model, architecture = clip.classifier(encodings)
+    model, architecture = load_classifier(job)
     head = model.head.weight.detach().contiguous()
     record = {
         "seconds": watch.seconds,
@@ -46,6 +45,17 @@ def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalMode
     described = describe(config, job.folder.path.name, NAME, settings, model)
     job.folder.store_model(NAME, model.state_dict(), record, described.metadata())
     return {NAME: GlobalModel(model, architecture, small_stem=False)}
+
+
+def load_classifier(job: ServerJob) -> tuple[ClipClassifier, str]:
+    """Return CLIP's image tower with a head of the classes' names, and its architecture.
+
+    Raises:
+        KitError: the model is missing, corrupt or of another kind.
+    """
+    config = job.config
+    clip = load_clip(config.zero_shot.clip or find_kit(config.kit), job.device)
+    return clip.classifier(encode_classes(clip, config, job.classes))
 
 
 def encode_classes(clip: Clip, config: RunConfig, classes: tuple[str, ...]) -> torch.Tensor:

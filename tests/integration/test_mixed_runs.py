@@ -17,6 +17,9 @@ from client_app.privacy.ledger import Ledger
 from osfl.cli import certs
 from osfl.cli.main import app as cli
 from osfl.config import ConfigError, parse_run_config
+from osfl.inference.loading import load_model
+from osfl.kit.folder import KitError
+from osfl.models.classifiers import compute_logits
 from osfl.payload import wire
 from osfl.payload.messages import pack_bytes, unpack_bytes
 from osfl.run_folder.layout import RunFolder
@@ -24,6 +27,7 @@ from osfl.run_folder.verify import verify_run
 from server_app.app import run_job
 from server_app.federation.exchange import RoundError
 from server_app.methods import mixed as mixed_server
+from tests.helpers.encoder_folders import save_whole_clip
 from tests.helpers.loop_grid import LoopGrid
 from tests.helpers.settings import quick
 from tests.helpers.system_tools import quick_arguments
@@ -317,6 +321,43 @@ def test_teachers_label_the_images_of_their_own_clients_only(
     assert torch.equal(sums[:10], torch.zeros(10))
     assert torch.allclose(sums[10:], torch.ones(10))
     assert labels.tolist() == [*range(10), *range(10)]
+
+
+def test_a_clip_teaches_the_model_of_synthetic_images(
+    home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its targets are the softmax at T = 4 of a pure zero-shot run's model, for all images."""
+    trained: list[Any] = []
+    train = mixed_server.train_global
+
+    def record(job: Any, name: str, pixels: Any, labels: Any, *rest: Any) -> Any:
+        trained.append((pixels, rest))
+        return train(job, name, pixels, labels, *rest)
+
+    monkeypatch.setattr(mixed_server, "train_global", record)
+    clip = {"zero-shot.clip": str(save_whole_clip(home / "clip"))}
+    taught = {"mixed.teacher": "zero-shot", "mixed.teacher-temperature": 4.0}
+    taught["mixed.teacher-weight"] = 0.5
+    start({**mixed(tiny_kit, "votes"), **clip, **taught}, ("votes", "votes"))
+    start({**quick(method="zero-shot", kit=str(tiny_kit)), **clip}, ("auto", "auto"), "pure")
+    ((pixels, (_, _, (term,))),) = trained
+    assert (term.weight, term.temperature) == (0.5, 4.0)
+    model = load_model(home / "runs" / "pure" / "models" / "CLIP.safetensors")
+    logits = compute_logits(model.module, pixels, torch.device("cpu"))
+    expected = (logits / 4).exp() / (logits / 4).exp().sum(dim=1, keepdim=True)
+    assert len(expected) == 20
+    assert torch.allclose(term.teacher, expected, atol=1e-6)
+    assert not torch.allclose(term.teacher, torch.full_like(expected, 0.1), atol=1e-3)
+    assert set(metrics(home)["accuracy"]) == {"Mixed"}
+
+
+def test_a_missing_clip_is_named_before_clients_work(home: Path, tiny_kit: Path) -> None:
+    kit = Path(shutil.copytree(tiny_kit, home / "kit", ignore=shutil.ignore_patterns("clip")))
+    config = {**mixed(kit, "votes"), "mixed.teacher": "zero-shot"}
+    sent: list[str] = []
+    with pytest.raises(KitError, match="zero-shot.clip"):
+        start(config, ("votes", "votes"), tamper=lambda *message: sent.append(message[1]))
+    assert "train" not in sent
 
 
 def test_a_dry_run_says_who_would_send_what(

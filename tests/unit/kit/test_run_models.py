@@ -18,7 +18,8 @@ from osfl.kit.check import check_steps
 from osfl.kit.kits import KitError
 from osfl.kit.run_check import check_initial_weights
 from osfl.kit.shapes import kit_shapes
-from osfl.kit.used_parts import run_models
+from osfl.kit.used_parts import parts_by_step, run_models
+from osfl.methods import CLIP
 from osfl.models.classifiers import ClassifierError, build_classifier, new_classifier
 from osfl.models.diffusion import DDIMScheduler, load_kit, timesteps
 from server_app.app import check_server
@@ -214,3 +215,16 @@ def test_the_server_needs_the_embeddings_noise_of_a_secure_sum(
     summed = {"secure_sum": True, "num_clients": 3, "min_clients": 3}
     with pytest.raises(KitError, match="image_normalizer"):
         check_server(parse_run_config(quick(**settings, **summed)))
+
+
+def test_a_clip_that_teaches_a_mixed_run_is_listed(tmp_path: Path) -> None:
+    """Also in the digests that bind a job to its kit, beside the initial weights."""
+    mixed = {"method": "mixed", "mixed.methods": "votes", "mixed.teacher": "zero-shot"}
+    named = parse_run_config({**quick(), **mixed, "zero-shot.clip": str(tmp_path)})
+    models = [model for model in run_models(named) if model.key == "zero-shot.clip"]
+    assert [(model.source, model.parts) for model in models] == [(str(tmp_path), (CLIP,))]
+    assert CLIP not in parts_by_step(named)["models"][1]
+    of_kit = parse_run_config({**quick(), **mixed})
+    untaught = parse_run_config({**quick(), **mixed, "mixed.teacher": ""})
+    assert parts_by_step(of_kit)["models"][1] == (*parts_by_step(untaught)["models"][1], CLIP)
+    assert not [model for model in run_models(untaught) if CLIP in model.parts]
