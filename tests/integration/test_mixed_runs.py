@@ -326,7 +326,7 @@ def test_teachers_label_the_images_of_their_own_clients_only(
 def test_a_clip_teaches_the_model_of_synthetic_images(
     home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its targets are the softmax at T = 4 of a pure zero-shot run's model, for all images."""
+    """Targets of all images are the softmax at T = 4 of a pure zero-shot run's model."""
     trained: list[Any] = []
     train = mixed_server.train_global
 

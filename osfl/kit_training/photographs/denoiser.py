@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from diffusers.models.attention_processor import AttnProcessor
 from rich.progress import Progress
 from torch import nn
 
@@ -85,8 +84,7 @@ def train_unet(
     torch.manual_seed(seed_of(recipe.seed, STAGE))
     unet = untrained.new_photograph_unet(recipe, vae)
     if device.type == "cpu":
-        # On a CPU torch's fused attention takes half of a step in bfloat16; plain products, 3 %
-        unet.set_attn_processor(AttnProcessor())
+        untrained.unfuse_attention(unet)
     hidden = text.states(corpus.captions)
     alphas_cumprod = untrained.new_scheduler().alphas_cumprod.to(device)
 

@@ -1,4 +1,6 @@
-"""configs/frontier: every row is read, and estimated with random weights in the hub's layouts."""
+"""Tables of the frontier: configs/frontier with random weights in the hub's layouts, and the
+measured ones in configs/tables with their data.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,11 +9,16 @@ import pytest
 
 from benchmarks.tools import hub_layouts
 from osfl.cli.plan import Row, estimate_rows
+from osfl.config.toml import read_toml
 from osfl.kit.run_check import check_run_models
-from osfl.settings import resolve_config
+from osfl.settings import flatten_toml, resolve_config
 from osfl.tables.table_file import TableFile, as_arguments, read_table
 from tests.helpers.settings import ROOT
 
+TABLES = ROOT / "configs" / "tables"
+SHARED = ROOT.parent / "shared" / "data"
+# The measured tables, and the folders of their data
+WORLDS = {"pacs": "pacs", "wbc3": "wbc3", "emoji12": "emoji12"}
 FRONTIERS = sorted((ROOT / "configs" / "frontier").glob("*.toml"))
 DRAWN = ("prompts-only", "prompts-domain", "domain-vector", "FedDEO", "OSCAR", "Espresso", "FedLMG")
 # A square of features and the sums of each class: D (D + 1) / 2 and C D numbers in float32
@@ -77,3 +84,28 @@ def test_every_row_is_read_without_the_hub(name: str) -> None:
     settings = table.rows["FedCGS CLIP B/16"]
     assert settings["classifier.architecture"] == "timm:vit_base_patch16_clip_224.openai"
     assert settings["data.image-size"] == 224
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", WORLDS)
+def test_the_rows_of_measured_frontiers_differ_only_in_words(world: str) -> None:
+    """At least twenty rows, of every family of one-shot learning."""
+    pytest.importorskip("timm")
+    if not (SHARED / WORLDS[world]).is_dir():
+        pytest.skip(f"needs ../shared/data/{WORLDS[world]}")
+    inits = ["classifier.init=none", "global-model.init=none"]
+    data = f"data.root={SHARED / WORLDS[world]}"
+    table = read_table(TABLES / f"frontier-{world}.toml", ["kit=/kits/photographs", data, *inits])
+    rows = read_toml(TABLES / f"frontier-{world}.toml")
+    pacs = read_toml(TABLES / "frontier-pacs.toml")
+    words = ("preset", "votes.candidates", "synthesis.prompt")
+    common, of_pacs = (flatten_toml(content["common"]) for content in (rows, pacs))
+    for key in words:
+        common.pop(key, None)
+        of_pacs.pop(key, None)
+    assert common == of_pacs
+    assert rows["rows"] == pacs["rows"]
+    assert len(table.rows) > 20
+    methods = {str(settings["method"]) for settings in table.rows.values()}
+    assert methods > {"ceiling", "local", "fedavg", "zero-shot", "fedcgs", "fedpft", "feddeo"}
+    assert table.rows["FedDEO description alone"].get("feddeo.guidance-text", 0.0) == 0.0
