@@ -120,6 +120,7 @@ def vectors(offsets: bool) -> dict[str, DomainVector]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offsets", [False, True])
 def test_the_condition_is_the_prompts_encoding_moved(
     tiny_kit: Path,
@@ -137,6 +138,7 @@ def test_the_condition_is_the_prompts_encoding_moved(
     assert only.scale == 4.5
 
 
+@pytest.mark.slow
 def test_every_token_gets_a_vector_that_is_one_for_all(tiny_kit: Path, composed: Any) -> None:
     config = config_of(tiny_kit, method="domain-vector", domain_vector__tokens="all")
     assert run_dimensions(config)["p"] == 1

@@ -165,6 +165,7 @@ def exact(tiny_kit) -> Kit:  # type: ignore[no-untyped-def]
     return load_kit(tiny_kit, dtype=torch.float64)
 
 
+@pytest.mark.slow
 def test_guidance_gradient_against_finite_differences(exact: Kit) -> None:
     """Through UNet, x0hat, VAE decoder, normalisation and classifier, in float64."""
     from osfl.models.classifiers import build_classifier

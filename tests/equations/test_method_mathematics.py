@@ -134,6 +134,7 @@ def test_a_zig_zag_by_hand(tiny_kit) -> None:  # type: ignore[no-untyped-def]
     )
 
 
+@pytest.mark.slow
 def test_a_zig_zag_costs_five_unet_rows(tiny_kit, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     """gamma_2 = 0 needs the unconditional branch alone, 1 the condition's: 2 + 1 + 2 rows above
     T_z, 2 below.
@@ -570,6 +571,7 @@ def test_concepts_begin_at_x_and_at_the_classs_last_token(shipped_kit) -> None: 
     assert len(set(lengths)) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tiny", "shipped"])
 def test_concepts_are_sampled_as_diffusers_own_pipeline_samples_them(
     tiny_kit, shipped_kit, monkeypatch, name: str

@@ -382,6 +382,7 @@ def test_the_gradient_at_x0_takes_the_latents_as_standard_normal(tiny_kit, monke
     )
 
 
+@pytest.mark.slow
 def test_fedcado_edits_at_the_first_timestep(tiny_kit, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     edits = []
     monkeypatch.setattr(

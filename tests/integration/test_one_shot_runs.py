@@ -467,6 +467,7 @@ def test_the_client_sends_its_payload_again_without_training(home: Path, tiny_ki
     assert not list((home / "cache").rglob("payload.pb"))
 
 
+@pytest.mark.slow
 def test_a_client_that_is_asked_twice_at_once_works_once(
     home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,8 @@ from osfl.settings import default_config
 from tests.helpers.settings import quick
 from tests.helpers.whole_runs import start_once
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def run(home: Path, tiny_kit: Path) -> osfl.Run:

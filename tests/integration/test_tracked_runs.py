@@ -32,6 +32,8 @@ from osfl.tracking.track import track
 from tests.helpers.settings import quick
 from tests.helpers.whole_runs import start, start_once
 
+pytestmark = pytest.mark.slow
+
 SECRET = "hunter2"
 STEPS = 3
 

@@ -115,6 +115,7 @@ def test_a_preset_lies_below_what_the_table_says(tmp_path: Path) -> None:
         read_table(table_file(tmp_path, rows, preset="nowhere"))
 
 
+@pytest.mark.slow
 def test_a_units_flops_are_those_of_the_loaded_unet(tiny_kit: Path, tiny_unclip: Path) -> None:
     for folder in (tiny_kit, tiny_unclip):
         kit = load_kit(folder)

@@ -242,6 +242,7 @@ def test_the_server_shows_the_client_and_its_code(part: Path, home: Path) -> Non
 # ---- Adaptation (F2) ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asker", ASKERS)
 @pytest.mark.parametrize("keeps", [True, False])
 def test_adapting_with_a_guarantee_answers_the_same_whether_it_fails(

@@ -149,6 +149,7 @@ def test_clients_are_named_on_demand(trained: Path) -> None:
     assert lines[0].startswith("| ward-north | 100 | 90.0 ")
 
 
+@pytest.mark.slow
 def test_without_a_run_the_card_says_so(trained: Path, tmp_path: Path) -> None:
     alone = tmp_path / "alone.safetensors"
     alone.write_bytes(trained.read_bytes())

@@ -131,6 +131,7 @@ def test_a_file_that_two_paths_name_is_predicted_once(images: Path) -> None:
     assert len(find_images([str(images / "5.png"), f"{images}/*.png", str(images)])) == 8
 
 
+@pytest.mark.slow
 def test_a_labeled_folder_is_evaluated(model_file: Path, images: Path, tmp_path: Path) -> None:
     """Every image lies in the folder of its predicted class, but for one."""
     labeled = tmp_path / "labeled"

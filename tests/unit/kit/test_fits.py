@@ -188,6 +188,7 @@ for name in names.split():
 """
 
 
+@pytest.mark.slow
 def test_the_shipped_kits_are_checked_without_torch() -> None:
     """Joining stays cheap. Their parts really fit, which the parts' own test shows."""
     code = CHECK_SHIPPED + "print({'torch', 'diffusers', 'transformers'} & set(sys.modules))"
@@ -195,6 +196,7 @@ def test_the_shipped_kits_are_checked_without_torch() -> None:
     assert result.stdout.strip() == "set()", result.stderr
 
 
+@pytest.mark.slow
 def test_the_shipped_kits_parts_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """And what is known of them is what their check remembers: of a kit that is made anew, too."""
     marks = fits.SHIPPED_MARKS

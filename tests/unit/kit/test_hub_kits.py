@@ -33,6 +33,8 @@ from tests.helpers.loopback_hub import REVISION, Handler, Hub
 from tests.helpers.settings import quick
 from tests.helpers.whole_runs import nodes
 
+pytestmark = pytest.mark.slow
+
 UNET = "unet/diffusion_pytorch_model.safetensors"
 CPU = torch.device("cpu")
 

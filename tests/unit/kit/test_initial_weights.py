@@ -221,6 +221,7 @@ def test_the_server_looks_for_its_own_first(tiny_kit: Path, tmp_path: Path, meth
 # ---- The kit, and its ResNet-34 ----
 
 
+@pytest.mark.slow
 def test_a_resnet34_takes_the_kits_own_weights_where_it_has_some(
     tiny_kit: Path, tmp_path: Path
 ) -> None:

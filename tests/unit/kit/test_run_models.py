@@ -125,6 +125,7 @@ def test_a_run_lists_every_model_that_it_names(tmp_path: Path) -> None:
     assert init_models == [("server", "classifier.init"), ("clients", "classifier.init")]
 
 
+@pytest.mark.slow
 def test_a_model_of_the_hub_is_checked_by_its_settings_until_it_is_fetched(
     served: Hub, home: Path, tmp_path: Path
 ) -> None:

@@ -96,6 +96,7 @@ def resaved(picture: torch.Tensor, side: int, file: Path) -> torch.Tensor:
     return to_pixels(open_image(file), picture.shape[-1])
 
 
+@pytest.mark.slow
 def test_planted_copies_are_found_among_real_images(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,6 +253,7 @@ def recipe_of(data: Path, tmp_path: Path, *overrides: str) -> PhotographRecipe:
     return read_recipe(file, [f"data-root={data}", *overrides])
 
 
+@pytest.mark.slow
 def test_the_corpus_has_captions_and_no_copies(data: Path, tmp_path: Path) -> None:
     recipe = recipe_of(data, tmp_path)
     with Progress(disable=True) as progress:

@@ -211,6 +211,7 @@ def test_embeddings_tell_styles_apart_and_unclip_draws_them(shipped_kit: Path, s
     )
 
 
+@pytest.mark.slow
 def test_the_tiny_decoder_sees_what_the_autoencoder_sees(shipped_kit: Path, seen) -> None:  # type: ignore[no-untyped-def]
     """For two fifths of the operations.
 

@@ -95,6 +95,7 @@ def checkpoints_in(folder: Path) -> Checkpoints:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_an_interrupted_training_ends_as_another(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -89,6 +89,7 @@ def test_a_captioner_in_half_precision_writes_in_full(tiny_kit: Path, tmp_path: 
     assert encoders.load_captioner(str(tmp_path), CPU).model.dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_a_caption_is_the_images_own(tiny_kit: Path) -> None:
     """Greedy, without the marks, of at most thirty tokens, whatever is captioned beside it."""
     captioner = encoders.load_captioner(str(tiny_kit), CPU)

@@ -339,6 +339,7 @@ def test_a_site_that_knows_another_key_does_not_join(
         run_sealed(tiny_kit, key_file, {"seal-to": "0" * 64})
 
 
+@pytest.mark.slow
 def test_a_pinned_site_takes_part_where_nothing_is_sent(home: Path, tiny_kit: Path) -> None:
     config = quick(method="prompts-only", kit=str(tiny_kit), job_id="job")
     grid = LoopGrid(app, config, [{**node_config, "seal-to": "0" * 64} for node_config in nodes(2)])
@@ -402,6 +403,7 @@ def payloads(
     return run / "payloads"
 
 
+@pytest.mark.slow
 def test_payloads_stay_sealed_on_the_disk(payloads: Path, key_file: Path, tiny_kit: Path) -> None:
     """The client's name is in what the key opens, and not in what is stored."""
     for client in ("client-0", "client-1"):

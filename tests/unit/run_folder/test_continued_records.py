@@ -218,6 +218,7 @@ def test_new_clients_come_beside_those_that_are_carried(first: RunFolder) -> Non
     assert (bound.num_clients, bound.min_clients) == (1, 1)
 
 
+@pytest.mark.slow
 def test_models_are_shaped_by_earlier_versions_too(first: RunFolder) -> None:
     two = second(first)
     record = two.continuation()

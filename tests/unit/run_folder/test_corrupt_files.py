@@ -200,6 +200,7 @@ def test_verify_names_every_file_that_is_damaged(run: Path) -> None:
     assert wrong(run) == []
 
 
+@pytest.mark.slow
 def test_verify_notices_each_file_that_is_gone(run: Path) -> None:
     for file in sorted(run.rglob("*")):
         # A curve is an aid, not a record
@@ -228,6 +229,7 @@ def test_verify_notices_two_files_that_are_gone_together(run: Path) -> None:
     assert wrong(run) == []
 
 
+@pytest.mark.slow
 def test_verify_looks_at_nothing_outside_of_the_run(run: Path) -> None:
     """Whatever a row or a list of digests says."""
     os.mkfifo(run.parent / "pipe")  # who opens it waits for ever

@@ -57,6 +57,7 @@ from tests.helpers.settings import quick
 CPU = torch.device("cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("half", "settings", "begins"),
     [

@@ -14,6 +14,8 @@ from osfl.config import ConfigError
 from osfl.run_folder.shards import write_shards
 from tests.helpers.run_folders import make_run_of_colors
 
+pytestmark = pytest.mark.slow
+
 OUT = "s3://models/digits/shards"
 
 

@@ -24,6 +24,7 @@ def does_overlap(grid: Any, **settings: Any) -> bool:
     return overlaps(grid, parse_run_config(quick(**{"method": "oscar", **settings})))
 
 
+@pytest.mark.slow
 def test_only_a_federation_overlaps_unless_it_is_asked_to() -> None:
     answers = [
         [does_overlap(grid, synthesis__overlap=setting) for setting in ("auto", "on", "off")]

@@ -151,6 +151,7 @@ def test_a_single_pair_and_equal_scores_have_an_area() -> None:
     assert statistics.auc(scores([2, 2], [2, 2])) == (0.5, 0.5, 0.5)
 
 
+@pytest.mark.slow
 def test_a_mean_of_one_image_fails_the_audit_and_a_noisy_one_passes() -> None:
     """600 pairs of 20 numbers: the mean of one image is that image; with epsilon 1 it is none."""
     source = torch.Generator().manual_seed(3)

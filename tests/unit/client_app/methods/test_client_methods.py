@@ -69,6 +69,7 @@ def test_a_frugal_node_learns_the_same(tiny_kit, monkeypatch) -> None:  # type: 
     assert len(calls) - once > 1.5 * once
 
 
+@pytest.mark.slow
 def test_groups_of_classes_learn_what_all_together_learn(tiny_kit) -> None:  # type: ignore[no-untyped-def]
     data = images(0, 0, 4, 4, 9)
     steps = []
@@ -225,6 +226,7 @@ def test_weight_files_of_torchvision_are_taken(tmp_path) -> None:  # type: ignor
         classifiers.load_initial_weights(model, tmp_path / "list.pth")
 
 
+@pytest.mark.slow
 def test_training_does_not_depend_on_memory_layout() -> None:
     """The same images, channels-last as a decoder makes them and contiguous as a file is loaded.
 

@@ -199,6 +199,7 @@ def test_one_image_changes_nothing_but_what_is_noisy(
     assert {key for key in here.keys() | there.keys() if here.get(key) != there.get(key)} == set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asker", ["site", "run"])
 @pytest.mark.parametrize("why", ["images", "labels"])
 def test_errors_are_the_same_whatever_the_images(

@@ -296,6 +296,7 @@ def test_a_slow_upload_does_not_hold_up_joining(tmp_path: Path, stuck: threading
     assert time.monotonic() - began < TIGHT + 2.0 + TIGHT
 
 
+@pytest.mark.slow
 def test_a_slow_upload_does_not_hold_up_the_test(tmp_path: Path, stuck: threading.Event) -> None:
     grid = NodesGrid({n: fit(f"client-{n}") for n in range(2)})
     slow_upload(grid, 1, stuck)
@@ -364,6 +365,7 @@ def test_a_client_whose_payload_is_stored_may_join_before_the_tests(tmp_path: Pa
     assert members.test_nodes() == {"a": 0}
 
 
+@pytest.mark.slow
 def test_a_client_whose_payload_is_stored_is_awaited_though_asked_long_ago(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -664,6 +666,7 @@ def test_a_standby_client_replaces_a_failed_one(tmp_path: Path, bad: Answer) -> 
     assert members.nodes == {"client-1": 1, "client-2": 2}
 
 
+@pytest.mark.slow
 def test_a_standby_client_that_joins_late_is_asked(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

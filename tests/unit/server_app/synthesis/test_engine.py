@@ -323,6 +323,7 @@ def test_every_setting_is_measured_with_what_was_chosen_before(
     assert len(measurements) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["flash", "math", "cudnn"])
 def test_the_attention_is_by_the_implementation_that_is_named(tiny_kit: Path, which: str) -> None:
     """The UNet's, not the autoencoder's, which has one head too wide for flash attention on a GPU.
@@ -476,6 +477,7 @@ def tiny_decoder(folder: Path, channels: int = 4, blocks: int = 3, seed: int = 0
     return str(folder)
 
 
+@pytest.mark.slow
 def test_a_tiny_decoder_guides_and_draws_nothing(tiny_kit: Path, tmp_path: Path) -> None:
     """The classifier sees what the small decoder makes, once a step; D makes the images, once."""
     file = tiny_decoder(tmp_path / "small")
