@@ -23,6 +23,7 @@ from benchmarks.federation import (
     payloads_of,
 )
 from benchmarks.harness import Experiment, Line, average
+from benchmarks.robustness import inflated_rounds
 from benchmarks.robustness.attacks import (
     COUNTED,
     MALICIOUS,
@@ -45,19 +46,24 @@ Cell = dict[str, Any]
 ALL_CLASSES = "all counts"
 ONE_CLASS = "one class's count"
 WITH_SUMS = "counts, sums and moments"
+COUNT_ALONE = "count"
+WITH_LABELS = "count and permuted labels"
+FEDAVG = "FedAvg"
 COUNT_KINDS = {
     STATISTICS: (ALL_CLASSES, ONE_CLASS, WITH_SUMS),
     MIXTURES: (ALL_CLASSES, ONE_CLASS),
+    FEDAVG: (COUNT_ALONE, WITH_LABELS),
 }
 # Within max-images, and above it
 TOTALS = (10**6, 10**9)
 EXPERIMENT = Experiment(
     __file__,
-    COUNTED,
+    (*COUNTED, FEDAVG),
     "Top-1 accuracy (%) on all clients' test images, mean of the clients, where the first of six "
     "clients state more images than they have: a stated total, by raising all counts, or the first "
-    "class's alone, or counts, sums and moments alike. Bound: max-images = 1,000,000, above which "
-    "a client is refused; cap: max-weight-ratio = 10. "
+    "class's alone, or counts, sums and moments alike. FedAvg: ten rounds; a client's model is "
+    "honest, or has all classes of its last layer permuted. Bound: max-images = 1,000,000, above "
+    "which a client is refused; cap: max-weight-ratio = 10. "
     f"Seeds {SEEDS}.",
 )
 
@@ -120,6 +126,31 @@ def counts_cell(system: str, kind: str, total: int, attackers: int, seed: int) -
     return result
 
 
+def rounds_cell(kind: str, total: int, attackers: int, seed: int) -> Cell:
+    """Return the same of FedAvg, where the clients attack in every round."""
+    settings = {**inflated_rounds.SETTINGS, "seed": seed}
+    clients = range(len(CLIENTS))
+    tamper = inflated_rounds.inflating(clients[:attackers], total, kind == WITH_LABELS)
+    name = f"fedavg-{kind.replace(' ', '-')}-{total}-{attackers}"
+
+    def run(name: str, settings: Settings, *arguments: Any) -> Cell:
+        result: Cell = EXPERIMENT.cell(
+            f"{name}-{cell_name(settings)}",
+            lambda: inflated_rounds.run_fedavg(settings, name, *arguments),
+        )
+        return result
+
+    bounded = run(name, settings, clients, tamper)
+    return {
+        "quiet": run("fedavg-honest", settings, clients)["accuracy"],
+        "bounded": bounded["accuracy"],
+        "unbounded": run(f"{name}-unbounded", unbounded(settings), clients, tamper)["accuracy"],
+        "without": run(f"fedavg-without-{attackers}", settings, clients[attackers:])["accuracy"],
+        "refused": bounded["refused"],
+        "capped": bounded["capped"],
+    }
+
+
 def is_accepted(job: ServerJob, client: str, payload: Payload) -> bool:
     """Return whether the server accepts a payload."""
     try:
@@ -155,7 +186,10 @@ def test_features(method: str, seed: int) -> list[tuple[torch.Tensor, torch.Tens
 
 def line(system: str, kind: str, total: int, attackers: int) -> Line:
     """Return a row of the table."""
-    cells = [counts_cell(system, kind, total, attackers, seed) for seed in SEEDS]
+    if system == FEDAVG:
+        cells = [rounds_cell(kind, total, attackers, seed) for seed in SEEDS]
+    else:
+        cells = [counts_cell(system, kind, total, attackers, seed) for seed in SEEDS]
     columns = {"": f"{system}: {kind}, {total:,}, {attackers} of {len(CLIENTS)}"}
     for head, key in (
         ("no attack", "quiet"),
