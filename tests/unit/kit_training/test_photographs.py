@@ -19,6 +19,7 @@ from osfl.data import digits
 from osfl.data import near_duplicates as copies
 from osfl.data.pictures import open_image, to_pixels
 from osfl.kit.check import check_kit
+from osfl.kit_training import untrained
 from osfl.kit_training.photographs import corpus, denoiser, train_photograph_kit
 from osfl.kit_training.photographs.contrast import bidirectional_loss
 from osfl.kit_training.photographs.recipe import PhotographRecipe, read_recipe
@@ -338,6 +339,24 @@ def breaking_at(calls: list[int], moments: tuple[int, ...], write: Callable) -> 
             raise Interrupted
 
     return broken
+
+
+def test_plain_attention_predicts_the_same(tmp_path: Path) -> None:
+    recipe = read_recipe(SHIPPED, ["unet.channels=[32, 64]", "text.width=16"])
+    torch.manual_seed(0)
+    unet = untrained.new_photograph_unet(recipe, AutoencoderTiny()).eval()
+    latents, hidden = torch.randn(2, 4, 8, 8), torch.randn(2, 5, 16)
+
+    def predict() -> torch.Tensor:
+        with torch.no_grad():
+            prediction: torch.Tensor = unet(latents, 500, hidden).sample
+        return prediction
+
+    fused = predict()
+    before = set(map(type, unet.attn_processors.values()))
+    untrained.unfuse_attention(unet)
+    assert before.isdisjoint(map(type, unet.attn_processors.values()))
+    assert torch.allclose(predict(), fused, atol=1e-5)
 
 
 def weights(kit: Path) -> dict[str, bytes]:
