@@ -7,8 +7,10 @@ which the sum over all members cannot overflow. Counts and votes are exact.
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -172,6 +174,195 @@ def run_layout(config: RunConfig, shapes: Mapping[str, tuple[int, ...]], members
     )
 
 
+# ---- How each kind of payload adds up ----
+
+
+@dataclass(frozen=True)
+class Share:
+    """A client's part in a sum.
+
+    Attributes:
+        rows: the place of each of its classes among the run's, [c].
+        counts: its number of images of each of them, [c].
+        classes: the number of the run's classes, C.
+        candidates: the number of the run's candidate domains, of votes.
+    """
+
+    rows: torch.Tensor
+    counts: torch.Tensor
+    classes: int
+    candidates: int
+
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """Give all C classes a row of values [c, ...]; those that it does not hold are 0."""
+        full = torch.zeros(self.classes, *values.shape[1:], dtype=values.dtype)
+        full[self.rows] = values
+        return full
+
+
+@dataclass(frozen=True)
+class Total:
+    """A sum of all clients' tensors.
+
+    Attributes:
+        tensors: of all classes.
+        classes: all classes of the run, C.
+        members: clients whose tensors were added.
+        layout: of the integers; its rounding may make a sum slightly impossible.
+    """
+
+    tensors: Tensors
+    classes: Sequence[str]
+    members: int
+    layout: Layout
+
+    @cached_property
+    def is_held(self) -> torch.Tensor:
+        """Mask of the classes with images, [C].
+
+        Raises:
+            SummandError: a count is negative, or all are 0.
+        """
+        counts = self.tensors["counts"]
+        if bool((counts < 0).any()) or not bool((counts > 0).any()):
+            raise SummandError("the secure sum has impossible counts")
+        return counts > 0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The classes with images."""
+        held = zip(self.classes, self.is_held.tolist(), strict=True)
+        return tuple(name for name, is_held in held if is_held)
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """The number of images of each of these classes, [c]."""
+        return self.rows("counts").long()
+
+    def rows(self, name: str) -> torch.Tensor:
+        """Return a tensor's rows of these classes."""
+        return self.tensors[name][self.is_held]
+
+
+@dataclass(frozen=True)
+class Summand:
+    """The way in which payloads of one kind add up.
+
+    Attributes:
+        names: of the tensors that clients add, in order.
+        tensors: returns a client's tensors; None if its payload does not add up.
+        payloads: returns the payloads of a sum, by the name of a client.
+    """
+
+    names: tuple[str, ...]
+    tensors: Callable[[Any, Share], dict[str, torch.Tensor] | None]
+    payloads: Callable[[Total], dict[str, Payload]]
+
+
+def _statistics(payload: FeatureStatistics, share: Share) -> dict[str, torch.Tensor] | None:
+    if payload.triangle is None:
+        return None
+    counts, sums = share.spread(payload.counts), share.spread(payload.sums)
+    return {"counts": counts, "sums": sums, "triangle": payload.triangle}
+
+
+def _latents(payload: LatentStatistics, share: Share) -> dict[str, torch.Tensor]:
+    names = ("counts", "sums", "squares")
+    return {name: share.spread(getattr(payload, name)) for name in names}
+
+
+def _weighted_rows(
+    payload: Descriptions | Embeddings | Encodings, share: Share
+) -> dict[str, torch.Tensor]:
+    """Return the counts, and each class's vectors times its number of images."""
+    scale = share.counts.double().view(-1, *[1] * (payload.vectors.ndim - 1))
+    return {
+        "counts": share.spread(share.counts),
+        "vectors": share.spread(payload.vectors * scale),
+    }
+
+
+def _weighted_domain(payload: DomainVector, share: Share) -> dict[str, torch.Tensor] | None:
+    if payload.offsets is not None:
+        return None
+    return {
+        "counts": share.spread(share.counts),
+        "domain": payload.domain * int(share.counts.sum()),
+    }
+
+
+def _ballots(payload: Votes, share: Share) -> dict[str, torch.Tensor]:
+    winners = payload.winners.long()
+    return {"votes": share.spread(torch.nn.functional.one_hot(winners, share.candidates))}
+
+
+def _sum_of_statistics(total: Total) -> dict[str, Payload]:
+    return {SUM_CLIENT: _possible_statistics(total)}
+
+
+def _sum_of_latents(total: Total) -> dict[str, Payload]:
+    sums = total.rows("sums")
+    squares = _possible_squares(sums, total.rows("squares"), total.counts, total.layout)
+    return {SUM_CLIENT: LatentStatistics(total.names, total.counts, sums.float(), squares.float())}
+
+
+def _mean_vectors(
+    kind: type[Descriptions | Embeddings | Encodings],
+) -> Callable[[Total], dict[str, Payload]]:
+    """Return the function from a sum to a payload of each class's mean vectors."""
+
+    def payloads(total: Total) -> dict[str, Payload]:
+        sums = total.rows("vectors")
+        counts = total.counts.view(-1, *[1] * (sums.ndim - 1))
+        return {SUM_CLIENT: kind(total.names, (sums / counts).float())}
+
+    return payloads
+
+
+def _mean_domain(total: Total) -> dict[str, Payload]:
+    mean = total.tensors["domain"] / total.counts.sum()
+    return {SUM_CLIENT: DomainVector(total.names, mean.float())}
+
+
+def _separate_votes(total: Total) -> dict[str, Payload]:
+    """Return one payload per member, with at most one vote per class, in the candidates' order.
+
+    Which votes came from the same client is lost.
+
+    Raises:
+        SummandError: a count of votes is negative, a class has more votes than members, or there
+            are none.
+    """
+    votes = total.tensors["votes"].long()
+    most = int(votes.sum(dim=1).max())
+    if bool((votes < 0).any()) or not 0 < most <= total.members:
+        raise SummandError("the secure sum has impossible votes")
+    ballots = [torch.repeat_interleave(torch.arange(votes.shape[1]), row) for row in votes]
+    payloads: dict[str, Payload] = {}
+    for member in range(total.members):
+        held = [label for label, ballot in enumerate(ballots) if member < len(ballot)]
+        if held:
+            winners = torch.tensor([int(ballots[label][member]) for label in held])
+            names = tuple(total.classes[label] for label in held)
+            payloads[f"{SUM_CLIENT}-{member + 1}"] = Votes(names, winners.to(torch.uint8))
+    return payloads
+
+
+MEANS = ("counts", "vectors")
+SUMMANDS = {
+    "FeatureStatistics": Summand(("counts", "sums", "triangle"), _statistics, _sum_of_statistics),
+    "LatentStatistics": Summand(("counts", "sums", "squares"), _latents, _sum_of_latents),
+    "Descriptions": Summand(MEANS, _weighted_rows, _mean_vectors(Descriptions)),
+    "Embeddings": Summand(MEANS, _weighted_rows, _mean_vectors(Embeddings)),
+    "Encodings": Summand(MEANS, _weighted_rows, _mean_vectors(Encodings)),
+    "DomainVector": Summand(("counts", "domain"), _weighted_domain, _mean_domain),
+    "Votes": Summand(("votes",), _ballots, _separate_votes),
+}
+
+
+# ---- Payloads and sums ----
+
+
 def summand_shapes(
     kind: str, tensors: Mapping[str, Sequence[int]], classes: int, candidates: int
 ) -> dict[str, tuple[int, ...]]:
@@ -182,15 +373,8 @@ def summand_shapes(
         classes: C.
         candidates: the number of the run's candidate domains, of votes.
     """
-    shapes = {name: tuple(shape) for name, shape in tensors.items()}
-    match kind:
-        case "Votes":
-            return {"votes": (classes, candidates)}
-        case "Descriptions" | "Encodings" | "Embeddings":
-            return {"counts": (classes,), "vectors": shapes["vectors"]}
-        case "DomainVector":
-            return {"counts": (classes,), "domain": shapes["domain"]}
-    return shapes
+    shapes = {**tensors, "counts": (classes,), "votes": (classes, candidates)}
+    return {name: tuple(shapes[name]) for name in SUMMANDS[kind].names}
 
 
 def to_summands(
@@ -207,32 +391,14 @@ def to_summands(
     Raises:
         TypeError: payloads of this kind do not add up.
     """
-    labels = torch.tensor([list(classes).index(name) for name in payload.classes])
-
-    def spread(rows: torch.Tensor) -> torch.Tensor:
-        """Give all C classes a row; those that the client does not hold are 0."""
-        full = torch.zeros(len(classes), *rows.shape[1:], dtype=rows.dtype)
-        full[labels] = rows
-        return full
-
-    match payload:
-        case FeatureStatistics(triangle=torch.Tensor() as triangle):
-            sums = spread(payload.sums)
-            return {"counts": spread(payload.counts), "sums": sums, "triangle": triangle}
-        case LatentStatistics():
-            sums, squares = spread(payload.sums), spread(payload.squares)
-            return {"counts": spread(payload.counts), "sums": sums, "squares": squares}
-        case Descriptions() | Encodings() | Embeddings():
-            counts = torch.tensor(images)
-            scale = counts.double().view(-1, *[1] * (payload.vectors.ndim - 1))
-            return {"counts": spread(counts), "vectors": spread(payload.vectors * scale)}
-        case DomainVector(offsets=None):
-            counts = torch.tensor(images)
-            return {"counts": spread(counts), "domain": payload.domain * sum(images)}
-        case Votes():
-            winners = payload.winners.long()
-            return {"votes": spread(torch.nn.functional.one_hot(winners, candidates))}
-    raise TypeError(f"payloads of kind {type(payload).__name__} do not add up")
+    kind = type(payload).__name__
+    rows = torch.tensor([list(classes).index(name) for name in payload.classes])
+    share = Share(rows, torch.tensor(images), len(classes), candidates)
+    summand = SUMMANDS.get(kind)
+    tensors = summand.tensors(payload, share) if summand else None
+    if tensors is None:
+        raise TypeError(f"payloads of kind {kind} do not add up")
+    return tensors
 
 
 def from_sums(
@@ -240,8 +406,7 @@ def from_sums(
 ) -> dict[str, Payload]:
     """Return the payload of the sum, under the name of a client.
 
-    The sum of votes becomes one payload per member, each with one vote per class. Which votes came
-    from the same client is lost.
+    The sum of votes becomes one payload per member, each with one vote per class.
 
     Args:
         members: clients whose payloads were added.
@@ -250,50 +415,13 @@ def from_sums(
     Raises:
         SummandError: no payloads of this kind have this sum.
     """
-    counts = sums["votes"].sum(dim=1) if kind == "Votes" else sums["counts"]
-    if bool((counts < 0).any()) or not bool((counts > 0).any()):
-        raise SummandError("the secure sum has impossible counts")
-    if kind == "Votes":
-        return _separate_votes(sums["votes"].long(), classes, members)
-    is_held = counts > 0
-    names = tuple(name for name, kept in zip(classes, is_held.tolist(), strict=True) if kept)
-    held_counts = counts[is_held].long()
-
-    def rows(name: str) -> torch.Tensor:
-        return sums[name][is_held]
-
-    payload: Payload
-    match kind:
-        case "FeatureStatistics":
-            payload = _possible_statistics(names, held_counts, rows("sums"), sums, layout)
-        case "LatentStatistics":
-            squares = _possible_squares(rows("sums"), rows("squares"), held_counts, layout)
-            payload = LatentStatistics(names, held_counts, rows("sums").float(), squares.float())
-        case "Descriptions":
-            payload = Descriptions(names, _means(rows("vectors"), held_counts))
-        case "Embeddings":
-            payload = Embeddings(names, _means(rows("vectors"), held_counts))
-        case "Encodings":
-            payload = Encodings(names, _means(rows("vectors"), held_counts))
-        case "DomainVector":
-            payload = DomainVector(names, (sums["domain"] / held_counts.sum()).float())
-        case _:
-            raise SummandError(f"payloads of kind {kind} do not add up")
-    return {SUM_CLIENT: payload}
+    return SUMMANDS[kind].payloads(Total(sums, classes, members, layout))
 
 
-def _means(sums: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Return sums [C, ...] divided by each class's number of images [C]."""
-    return (sums / counts.view(-1, *[1] * (sums.ndim - 1))).float()
+# ---- Sums that rounding has made slightly impossible ----
 
 
-def _possible_statistics(
-    names: tuple[str, ...],
-    counts: torch.Tensor,
-    sums: torch.Tensor,
-    tensors: Tensors,
-    layout: Layout,
-) -> FeatureStatistics:
+def _possible_statistics(total: Total) -> FeatureStatistics:
     """Return statistics whose scatter within the classes is positive semidefinite.
 
     Rounding may have lowered some of its eigenvalues below 0, which are raised to 0.
@@ -301,10 +429,11 @@ def _possible_statistics(
     Raises:
         SummandError: one is lower than rounding can explain.
     """
+    sums, counts, layout = total.rows("sums"), total.counts, total.layout
     width = sums.shape[1]
     triangle = tuple(torch.triu_indices(width, width))
     moments = torch.zeros(width, width, dtype=torch.float64)
-    moments[triangle] = tensors["triangle"]
+    moments[triangle] = total.tensors["triangle"]
     moments = moments + moments.T - torch.diag(moments.diagonal())
     between = sums.T @ (sums / counts.double()[:, None])
     values, vectors = torch.linalg.eigh(moments - between)
@@ -316,7 +445,7 @@ def _possible_statistics(
         raise SummandError("the moments of the secure sum are impossible")
     if float(values.min()) < 0:
         moments = between + vectors @ (values.clamp_min(0)[:, None] * vectors.T)
-    return FeatureStatistics(names, counts, sums.float(), moments[triangle].float())
+    return FeatureStatistics(total.names, counts, sums.float(), moments[triangle].float())
 
 
 def _possible_squares(
@@ -337,24 +466,3 @@ def _possible_squares(
     if bool((squares < lowest - rounding).any()):
         raise SummandError("the squares of the secure sum are impossible")
     return torch.maximum(squares, lowest)
-
-
-def _separate_votes(
-    votes: torch.Tensor, classes: Sequence[str], members: int
-) -> dict[str, Payload]:
-    """Return one payload per member, with at most one vote per class, in the candidates' order.
-
-    Raises:
-        SummandError: a count of votes is negative, or a class has more votes than members.
-    """
-    if bool((votes < 0).any()) or int(votes.sum(dim=1).max()) > members:
-        raise SummandError("the secure sum has impossible votes")
-    ballots = [torch.repeat_interleave(torch.arange(votes.shape[1]), row) for row in votes]
-    payloads: dict[str, Payload] = {}
-    for member in range(members):
-        held = [label for label, ballot in enumerate(ballots) if member < len(ballot)]
-        if held:
-            winners = torch.tensor([int(ballots[label][member]) for label in held])
-            names = tuple(classes[label] for label in held)
-            payloads[f"{SUM_CLIENT}-{member + 1}"] = Votes(names, winners.to(torch.uint8))
-    return payloads
