@@ -81,14 +81,12 @@ def _check_styles(
     shares = {}
     rows = []
     for style in ("", *STYLES):
-        prompts = [f"a {style} of a {name}" if style else f"an image of {name}" for name in CLASSES]
-        generator = torch.Generator().manual_seed(0)
         arrays = pipe(
-            prompts,
+            [f"a {style} of a {name}" if style else f"an image of {name}" for name in CLASSES],
             num_inference_steps=steps,
             guidance_scale=guidance,
             num_images_per_prompt=per_prompt,
-            generator=generator,
+            generator=torch.Generator().manual_seed(0),
             output_type="np",
         ).images
         pictures = torch.from_numpy(arrays).permute(0, 3, 1, 2)

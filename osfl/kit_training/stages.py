@@ -126,13 +126,18 @@ def run_stage(
             start = time.perf_counter()
             losses = []
             state = {"modules": modules.state_dict(), "optimiser": optimizer.state_dict()}
-            temporary = file.with_suffix(".tmp")
-            torch.save({**state, "average": average, "step": step, "log": log}, temporary)
-            temporary.replace(file)
+            _save(file, {**state, "average": average, "step": step, "log": log})
             _print_progress(stage, log, progress)
     modules.load_state_dict(average)
     modules.eval().requires_grad_(False)
     return log
+
+
+def _save(file: Path, checkpoint: Mapping[str, Any]) -> None:
+    """Write a checkpoint in place of the earlier one, as a whole."""
+    temporary = file.with_suffix(".tmp")
+    torch.save(checkpoint, temporary)
+    temporary.replace(file)
 
 
 def _print_progress(stage: Stage, log: Mapping[str, Any], progress: Progress) -> None:

@@ -62,14 +62,7 @@ def write_shards(
         CorruptFileError: the manifest or `shards.json` is corrupt.
     """
     manifest = RunFolder(run).manifest_file
-    if not os.path.lexists(manifest):
-        raise ConfigError(
-            f"{manifest} does not exist; the run has not finished its synthesis, or its method "
-            "synthesizes no images"
-        )
-    # Rows alone cannot show if whole lines are missing
-    check_checksum(run, manifest.name)
-    content = manifest.read_bytes()
+    content = _read_manifest(run, manifest)
     identity = {"manifest": hashlib.sha256(content).hexdigest(), "size": size}
     # A million parsed rows would take a gigabyte
     lines = content.splitlines(keepends=True)
@@ -87,6 +80,23 @@ def write_shards(
         names.append(f"{str(out).rstrip('/')}/{name}")
         progress(first + len(group), len(lines))
     return names
+
+
+def _read_manifest(run: Path, manifest: Path) -> bytes:
+    """Return a manifest's content.
+
+    Raises:
+        ConfigError: the run has none yet.
+        CorruptFileError: it is corrupt.
+    """
+    if not os.path.lexists(manifest):
+        raise ConfigError(
+            f"{manifest} does not exist; the run has not finished its synthesis, or its method "
+            "synthesizes no images"
+        )
+    # Rows alone cannot show if whole lines are missing
+    check_checksum(run, manifest.name)
+    return manifest.read_bytes()
 
 
 @dataclass(frozen=True)

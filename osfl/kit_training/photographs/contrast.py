@@ -33,10 +33,13 @@ MAX_SCALE = 100.0
 class Encoders:
     """A miniature CLIP with its tokenizer and preprocessing."""
 
-    def __init__(self, corpus: PublicCorpus, recipe: PhotographRecipe):
+    def __init__(self, corpus: PublicCorpus, recipe: PhotographRecipe, device: torch.device):
         torch.manual_seed(seed_of(recipe.seed, STAGE))
         captions = corpus.captions
         self.clip, self.tokenizer, self.processor = untrained.new_clip(captions, recipe)
+        if device.type == "cpu":
+            # On a CPU torch's fused attention is slow in bfloat16
+            self.clip.set_attn_implementation("eager")
         self.tokens = TextEncoder(self.clip.text_model, self.tokenizer).tokens(captions)
         self._mean = torch.tensor(self.processor.image_mean).view(3, 1, 1)
         self._std = torch.tensor(self.processor.image_std).view(3, 1, 1)
@@ -79,10 +82,7 @@ def train_encoders(
     Returns:
         The encoders in eval mode, and the log of each stage.
     """
-    encoders = Encoders(corpus, recipe)
-    if device.type == "cpu":
-        # On a CPU torch's fused attention is slow in bfloat16
-        encoders.clip.set_attn_implementation("eager")
+    encoders = Encoders(corpus, recipe, device)
     settings = recipe.image_encoder
 
     def loss(generator: torch.Generator) -> torch.Tensor:
