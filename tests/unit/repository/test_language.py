@@ -5,8 +5,13 @@ import re
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 from benchmarks.tools.code_metrics import PRODUCT, assigned_names, opening_words, python_files
 from tests.helpers.settings import ROOT
+
+# One process parses every file
+pytestmark = pytest.mark.xdist_group("trees")
 
 # Not the field's words, or spelled otherwise than the libraries do
 BANNED = re.compile(
