@@ -28,7 +28,9 @@ from osfl.config import NodeConfig, RunConfig, kinds_of, parts_of
 from osfl.kit.kits import download_bytes
 from osfl.kit.used_parts import kit_parts
 from osfl.methods import METHODS
+from osfl.util.log import log
 from osfl.util.markers import AUTO
+from osfl.util.text import sanitize
 
 # Weights, activations and gradients, in units of the weights
 MEMORY_FACTOR = 4
@@ -106,7 +108,8 @@ def choose_kind(
         try:
             kits[kind] = kit_of(kind)
         # Errors of settings, data, kits and classifiers are of these two types
-        except (ValueError, OSError):
+        except (ValueError, OSError) as error:
+            log.info("this site cannot send a payload of kind %s: %s", kind, sanitize(error))
             misfits[kind] = "policy or parts"
     if cached_kinds := [kind for kind in kits if is_cached(kind)]:
         return cached_kinds[0]

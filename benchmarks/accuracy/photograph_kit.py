@@ -42,7 +42,9 @@ DOMAINS = {
     "photo": "a photo",
     "sketch": "a sketch",
 }
+# Of the kit with the longest training, and of the others
 GUIDANCE = (1.0, 2.0, 3.0, 5.0)
+CURVE_GUIDANCE = (3.0,)
 IMAGES = 30
 SEED = 0
 EXPERIMENT = Experiment(
@@ -123,8 +125,9 @@ def lines(common: Settings, kits: Sequence[Path]) -> Iterator[Line]:
     """Yield the row of real images, and one for each kit and guidance."""
     model = judge(common)
     yield line("real images", model, real_images(config_of({**common, "method": "fedcgs"})))
-    for kit in sorted(kits, key=trained_samples):
-        for guidance in GUIDANCE:
+    *earlier, last = sorted(kits, key=trained_samples)
+    for kit in (*earlier, last):
+        for guidance in GUIDANCE if kit == last else CURVE_GUIDANCE:
             parts = [drawn_images(common, kit, domain, guidance) for domain in DOMAINS]
             name = f"{trained_samples(kit):,} samples, guidance {guidance:g}"
             yield line(name, model, parts)

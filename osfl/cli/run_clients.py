@@ -45,7 +45,8 @@ def simulated_clients(config: RunConfig) -> dict[str, Client]:
     """
     clients: dict[str, Client] = {}
     for number in range(config.num_clients):
-        node = NodeConfig(partition_id=number, num_partitions=config.num_clients)
+        # They run as this user, and may read whatever the user may read
+        node = NodeConfig(number, config.num_clients, allowed_dirs="/")
         own_config, _, name = client_settings(config, node)
         first, *additions = part_settings(own_config, node, kind_of_site(own_config, node, name))
         for part in (first, *additions):

@@ -254,3 +254,13 @@ def test_a_dry_run_says_what_noise_leaves(
     assert "trained on separately, in 60 passes (domain-vector.epochs); steps" in result.output
     assert ("that mean is mostly noise" in result.output) == drowned
     assert "but not its list of classes, the number of images, or" in result.output
+
+
+def test_simulated_clients_of_a_mixed_run_may_read_what_the_user_may(
+    tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kit elsewhere than where kits are kept; sites of a federation must allow its folder."""
+    monkeypatch.delenv("OSFL_ALLOWED_DIRS")
+    settings = {**quick(method="mixed", kit=str(tiny_kit)), "mixed.methods": "votes"}
+    estimated = estimate.estimate_run(parse_run_config(settings), simulated=True)
+    assert set(estimated.kinds.values()) == {"votes"}
