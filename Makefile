@@ -24,7 +24,7 @@ compose-demo: ## start the demo's federation in containers with TLS and node key
 	$(COMPOSE) -p osfl-demo exec -T server osfl show /data/runs/compose-demo && \
 	mkdir -p runs && docker cp $$($(COMPOSE) -p osfl-demo ps -q server):/data/runs/compose-demo runs/
 
-check: lint ## run lint, types and the fast tests: about 4 minutes
+check: lint ## run lint, types and the fast tests: about 3 minutes
 	$(BIN)/pytest -m "not slow and not system"
 
 # Real processes have deadlines that a busy machine may miss. A test fails if it also fails alone; both results are shown.

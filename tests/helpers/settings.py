@@ -6,6 +6,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+TABLES = ROOT / "configs" / "tables"
+# Those of the frontier are read with their data (tests/unit/cli/test_frontier.py)
+SHIPPED_TABLES = sorted(set(TABLES.glob("*.toml")) - set(TABLES.glob("frontier-*.toml")))
 
 
 def defaults() -> dict[str, Any]:

@@ -31,7 +31,7 @@ from osfl.util.pixels import LEVELS, to_float
 from server_app.methods.prompts_only import sample
 from server_app.synthesis.engine import load_engine
 from server_app.synthesis.plan import plan_images
-from tests.helpers.settings import ROOT, quick
+from tests.helpers.settings import ROOT, SHIPPED_TABLES, quick
 from tests.helpers.small_digits import public_digits
 
 
@@ -132,9 +132,7 @@ def test_style_prompts_give_the_style(shipped_kit: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "table", sorted((ROOT / "configs" / "tables").glob("*.toml")), ids=lambda file: file.stem
-)
+@pytest.mark.parametrize("table", SHIPPED_TABLES, ids=lambda file: file.stem)
 def test_the_shipped_kits_hold_what_every_row_of_the_tables_needs(table: Path) -> None:
     needs = set()
     for cell in read_table(table, [], seeds="0").cells():

@@ -23,8 +23,6 @@ from server_app.synthesis.engine import load_engine
 from server_app.synthesis.guidance import Condition, compose
 from tests.helpers.settings import quick
 
-pytestmark = pytest.mark.slow
-
 CPU = torch.device("cpu")
 RANK = 2
 ALPHA = 3.0

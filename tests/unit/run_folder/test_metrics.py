@@ -13,9 +13,8 @@ from osfl.tables.runner import Outcome
 from osfl.tables.table_file import TableFile, read_table
 from tests.helpers.run_folders import run_folder
 from tests.helpers.run_outcomes import metrics, outcome
-from tests.helpers.settings import ROOT
+from tests.helpers.settings import ROOT, SHIPPED_TABLES
 
-TABLES = ROOT / "configs" / "tables"
 # a: 6 of 8 right; b: 1 of 32. The clients' average is 39.1 %; of the 40 images 7 are right, 17.5 %.
 UNEQUAL = {"a": [[3, 1], [1, 3]], "b": [[1, 15], [16, 0]]}
 
@@ -107,12 +106,7 @@ def test_a_table_says_which_branches_feddeo_was_guided_by(
     assert (sentence in page) if sentence else ("guided by" not in page)
 
 
-# The frontier's tables are read with their data (tests/unit/cli/test_frontier.py)
-@pytest.mark.parametrize(
-    "file",
-    sorted(set(TABLES.glob("*.toml")) - set(TABLES.glob("frontier-*.toml"))),
-    ids=lambda file: file.stem,
-)
+@pytest.mark.parametrize("file", SHIPPED_TABLES, ids=lambda file: file.stem)
 def test_shipped_rows_that_are_called_feddeo_run_both_of_its_branches(file: Path) -> None:
     for name, row in read_table(file).rows.items():
         scales = {**default_config(), **row}
