@@ -25,6 +25,7 @@ PLAIN = (
     "accuracy.guidance_scale",
     "accuracy.image_quality",
     "accuracy.personalization",
+    "accuracy.photograph_kit",
     "accuracy.training_ablation",
     "privacy.accuracy_by_epsilon",
     "privacy.membership_inference",

@@ -300,20 +300,26 @@ def test_public_domains_are_drawn_once(home: Path, tiny_kit: Path) -> None:
     assert metrics(home)["server"]["synthetic_images"] == 30
 
 
-def test_teachers_label_the_images_of_their_own_clients_only(
-    home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trained: list[Any] = []
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The pixels, labels and further arguments with which global models are trained."""
+    calls: list[Any] = []
     train = mixed_server.train_global
 
     def record(job: Any, name: str, pixels: Any, labels: Any, *rest: Any) -> Any:
-        trained.append((labels, rest))
+        calls.append((pixels, labels, rest))
         return train(job, name, pixels, labels, *rest)
 
     monkeypatch.setattr(mixed_server, "train_global", record)
+    return calls
+
+
+def test_teachers_label_the_images_of_their_own_clients_only(
+    home: Path, tiny_kit: Path, trained: list[Any]
+) -> None:
     # The mean teacher could label any image
     start(mixed(tiny_kit, "votes,fedlmg", fedlmg__strategies="ft,md"), ("fedlmg", "votes"))
-    ((labels, (teacher, _, (term,))),) = trained
+    ((_, labels, (teacher, _, (term,))),) = trained
     assert teacher is None
     assert term.weight == 1.0
     sums = term.teacher.sum(dim=1)
@@ -324,23 +330,15 @@ def test_teachers_label_the_images_of_their_own_clients_only(
 
 
 def test_a_clip_teaches_the_model_of_synthetic_images(
-    home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
+    home: Path, tiny_kit: Path, trained: list[Any]
 ) -> None:
     """Targets of all images are the softmax at T = 4 of a pure zero-shot run's model."""
-    trained: list[Any] = []
-    train = mixed_server.train_global
-
-    def record(job: Any, name: str, pixels: Any, labels: Any, *rest: Any) -> Any:
-        trained.append((pixels, rest))
-        return train(job, name, pixels, labels, *rest)
-
-    monkeypatch.setattr(mixed_server, "train_global", record)
     clip = {"zero-shot.clip": str(save_whole_clip(home / "clip"))}
     taught = {"mixed.teacher": "zero-shot", "mixed.teacher-temperature": 4.0}
     taught["mixed.teacher-weight"] = 0.5
     start({**mixed(tiny_kit, "votes"), **clip, **taught}, ("votes", "votes"))
     start({**quick(method="zero-shot", kit=str(tiny_kit)), **clip}, ("auto", "auto"), "pure")
-    ((pixels, (_, _, (term,))),) = trained
+    ((pixels, _, (_, _, (term,))),) = trained
     assert (term.weight, term.temperature) == (0.5, 4.0)
     model = load_model(home / "runs" / "pure" / "models" / "CLIP.safetensors")
     logits = compute_logits(model.module, pixels, torch.device("cpu"))
