@@ -1,7 +1,7 @@
 """Measure how well kits of photographs draw the classes of PACS, by training steps and guidance.
 
-osfl kit train configs/kits/photographs.toml data-root=/data --export --out runs/kit/12000
-python -m benchmarks.accuracy.photograph_kit --pacs /data/pacs --lite /data/lite0 runs/kit/*
+osfl kit train configs/kits/photographs.toml data-root=/data --export
+python -m benchmarks.accuracy.photograph_kit --pacs /data/pacs --lite /data/lite0 KIT...
 
 A classifier judges drawn images: FedCGS' head of all real training images of PACS on the features
 of EfficientNet-Lite0, whose weights benchmarks.tools.efficientnet_lite writes. The kits were
@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from benchmarks.federation import (
@@ -26,15 +25,18 @@ from benchmarks.federation import (
     server_job,
     synthesize,
 )
-from benchmarks.harness import Experiment, Line, average, command_line
+from benchmarks.harness import ROOT, Experiment, Line, average, command_line
 from osfl.config import RunConfig
+from osfl.config.toml import read_toml
 from osfl.data.load import Images, load_images
 from osfl.data.parts import class_names
 from osfl.kit.kits import kit_digest
 from osfl.methods import DIFFUSION_PARTS, server_module
 from osfl.payload.kinds import Domain
+from osfl.settings import flatten_toml
 from server_app.synthesis.images import SyntheticSet
 
+WORLD = ROOT / "configs" / "worlds" / "pacs.toml"
 # What a domain's images are called. Clients have their folders' names, in alphabetical order.
 DOMAINS = {
     "art_painting": "an art painting",
@@ -53,20 +55,16 @@ EXPERIMENT = Experiment(
     "on EfficientNet-Lite0, 64 px) assigns to their class: real test images, and images that a "
     f"kit drew from the class's and the domain's name alone, {IMAGES} per class in 20 steps, by "
     "the samples that its UNet was trained on and guidance. Chance: 14.3.",
+    options="--pacs FOLDER --lite FOLDER KIT...",
 )
 
 
 def common_settings(pacs: str, lite: str) -> Settings:
     """Return the settings of PACS at 64 px, and of the classifier's frozen network."""
     return {
-        "num-clients": len(DOMAINS),
+        **flatten_toml(read_toml(WORLD)),
         "seed": SEED,
-        "data.name": "folder",
         "data.root": pacs,
-        "data.classes": "dog,elephant,giraffe,guitar,horse,house,person",
-        "data.test-share": 0.2,
-        "data.split-by": "near-duplicates",
-        "data.image-size": 64,
         "classifier.architecture": "timm:tf_efficientnet_lite0",
         "classifier.init": lite,
         "classifier.small-stem": False,
@@ -140,7 +138,6 @@ def main() -> None:
     parser.add_argument("--pacs", required=True, help="the folder of PACS")
     parser.add_argument("--lite", required=True, help="the folder of EfficientNet-Lite0's weights")
     arguments = parser.parse_args()
-    torch.manual_seed(SEED)
     common = common_settings(arguments.pacs, arguments.lite)
     EXPERIMENT.write_all(list(lines(common, arguments.kits)))
 

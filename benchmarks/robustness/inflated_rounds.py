@@ -8,9 +8,7 @@ import json
 from collections.abc import Callable, Sequence
 from statistics import mean
 
-import torch
 from flwr.app import ConfigRecord, Message, MetricRecord
-from safetensors.torch import load_file
 
 from benchmarks.federation import (
     CLIENTS,
@@ -22,11 +20,10 @@ from benchmarks.federation import (
 from benchmarks.robustness.attacks import HEAD, MALICIOUS
 from client_app.app import app
 from osfl.config import RunConfig
-from osfl.models.classifiers import rebuild_classifier
+from osfl.inference.loading import load_model
 from osfl.payload.messages import pack_state, unpack_state
 from osfl.run_folder.layout import RunFolder, open_run_folder
 from osfl.settings import default_config
-from osfl.util.prompts import DIGITS
 from server_app.app import run_in_folder
 from server_app.baselines.run import WEIGHT_METRIC
 from tests.helpers.loop_grid import LoopGrid, begin_task
@@ -34,7 +31,6 @@ from tests.helpers.loop_grid import LoopGrid, begin_task
 # As in configs/tables/digits.toml. A refused client is not awaited, and the others go on.
 SETTINGS: Settings = {
     "method": "fedavg",
-    "num-clients": len(CLIENTS),
     "rounds.count": 10,
     "min-clients": len(CLIENTS) - max(MALICIOUS),
     "join-timeout": 1.0,
@@ -96,8 +92,5 @@ def run_fedavg(
 
 def accuracy_of(config: RunConfig, folder: RunFolder) -> float:
     """Return the accuracy (%) of a run's global model, mean of all clients."""
-    state = load_file(folder.path / "models" / "fedavg.safetensors")
-    settings = config.classifier
-    model = rebuild_classifier(state, settings.architecture, len(DIGITS), settings.small_stem)
-    with torch.no_grad():
-        return mean(accuracy_on_test(config, model, number) for number in range(len(CLIENTS)))
+    model = load_model(folder.path / "models" / "fedavg.safetensors").module
+    return mean(accuracy_on_test(config, model, number) for number in range(len(CLIENTS)))

@@ -297,13 +297,57 @@ def _ballots(payload: Votes, share: Share) -> dict[str, torch.Tensor]:
 
 
 def _sum_of_statistics(total: Total) -> dict[str, Payload]:
-    return {SUM_CLIENT: _possible_statistics(total)}
+    """Return statistics whose scatter within the classes is positive semidefinite.
+
+    Rounding may have lowered some of its eigenvalues below 0, which are raised to 0.
+
+    Raises:
+        SummandError: one is lower than rounding can explain.
+    """
+    sums, counts, layout = total.rows("sums"), total.counts, total.layout
+    width = sums.shape[1]
+    triangle = tuple(torch.triu_indices(width, width))
+    moments = torch.zeros(width, width, dtype=torch.float64)
+    moments[triangle] = total.tensors["triangle"]
+    moments = moments + moments.T - torch.diag(moments.diagonal())
+    between = sums.T @ (sums / counts.double()[:, None])
+    values, vectors = torch.linalg.eigh(moments - between)
+    # Weyl's inequality: no eigenvalue moves further than the norm of what rounding adds
+    error = layout.members * layout.step("sums") / 2
+    rounding = layout.members * layout.step("triangle") / 2 * width
+    rounding += float((2 * sums.abs().sum(dim=1) * error / counts).sum()) + width * error**2
+    if float(values.min()) < -rounding - 1e-6 * float(values.abs().max()):
+        raise SummandError("the moments of the secure sum are impossible")
+    if float(values.min()) < 0:
+        moments = between + vectors @ (values.clamp_min(0)[:, None] * vectors.T)
+    payload = FeatureStatistics(total.names, counts, sums.float(), moments[triangle].float())
+    return {SUM_CLIENT: payload}
 
 
 def _sum_of_latents(total: Total) -> dict[str, Payload]:
     sums = total.rows("sums")
     squares = _possible_squares(sums, total.rows("squares"), total.counts, total.layout)
     return {SUM_CLIENT: LatentStatistics(total.names, total.counts, sums.float(), squares.float())}
+
+
+def _possible_squares(
+    sums: torch.Tensor, squares: torch.Tensor, counts: torch.Tensor, layout: Layout
+) -> torch.Tensor:
+    """Return sums of squares [C, ...] that are at least (sum z)^2 / n.
+
+    Rounding may have lowered some of them further, which are raised to that.
+
+    Raises:
+        SummandError: one is lower than rounding can explain.
+    """
+    n = counts.double().view(-1, *[1] * (sums.ndim - 1))
+    # Cauchy-Schwarz inequality: n sum z^2 is at least (sum z)^2
+    lowest = sums.square() / n
+    error = layout.members * layout.step("sums")
+    rounding = (2 * sums.abs() * error + error**2) / n + layout.members * layout.step("squares")
+    if bool((squares < lowest - rounding).any()):
+        raise SummandError("the squares of the secure sum are impossible")
+    return torch.maximum(squares, lowest)
 
 
 def _mean_vectors(
@@ -416,53 +460,3 @@ def from_sums(
         SummandError: no payloads of this kind have this sum.
     """
     return SUMMANDS[kind].payloads(Total(sums, classes, members, layout))
-
-
-# ---- Sums that rounding has made slightly impossible ----
-
-
-def _possible_statistics(total: Total) -> FeatureStatistics:
-    """Return statistics whose scatter within the classes is positive semidefinite.
-
-    Rounding may have lowered some of its eigenvalues below 0, which are raised to 0.
-
-    Raises:
-        SummandError: one is lower than rounding can explain.
-    """
-    sums, counts, layout = total.rows("sums"), total.counts, total.layout
-    width = sums.shape[1]
-    triangle = tuple(torch.triu_indices(width, width))
-    moments = torch.zeros(width, width, dtype=torch.float64)
-    moments[triangle] = total.tensors["triangle"]
-    moments = moments + moments.T - torch.diag(moments.diagonal())
-    between = sums.T @ (sums / counts.double()[:, None])
-    values, vectors = torch.linalg.eigh(moments - between)
-    # Weyl's inequality: no eigenvalue moves further than the norm of what rounding adds
-    error = layout.members * layout.step("sums") / 2
-    rounding = layout.members * layout.step("triangle") / 2 * width
-    rounding += float((2 * sums.abs().sum(dim=1) * error / counts).sum()) + width * error**2
-    if float(values.min()) < -rounding - 1e-6 * float(values.abs().max()):
-        raise SummandError("the moments of the secure sum are impossible")
-    if float(values.min()) < 0:
-        moments = between + vectors @ (values.clamp_min(0)[:, None] * vectors.T)
-    return FeatureStatistics(total.names, counts, sums.float(), moments[triangle].float())
-
-
-def _possible_squares(
-    sums: torch.Tensor, squares: torch.Tensor, counts: torch.Tensor, layout: Layout
-) -> torch.Tensor:
-    """Return sums of squares [C, ...] that are at least (sum z)^2 / n.
-
-    Rounding may have lowered some of them further, which are raised to that.
-
-    Raises:
-        SummandError: one is lower than rounding can explain.
-    """
-    n = counts.double().view(-1, *[1] * (sums.ndim - 1))
-    # Cauchy-Schwarz inequality: n sum z^2 is at least (sum z)^2
-    lowest = sums.square() / n
-    error = layout.members * layout.step("sums")
-    rounding = (2 * sums.abs() * error + error**2) / n + layout.members * layout.step("squares")
-    if bool((squares < lowest - rounding).any()):
-        raise SummandError("the squares of the secure sum are impossible")
-    return torch.maximum(squares, lowest)

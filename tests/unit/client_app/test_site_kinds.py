@@ -99,10 +99,14 @@ def test_a_simulation_assigns_kinds_to_its_clients() -> None:
     assert choice() == "feddeo"
 
 
-def test_a_site_that_nothing_fits_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_site_that_nothing_fits_is_told_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The site's log has the reason, which the server does not get."""
     match = r"none of feddeo, oscar fits .* \(oscar lacks policy or parts; feddeo lacks images\)"
     with pytest.raises(PublicConfigError, match=match):
         choose("feddeo,oscar", monkeypatch, {"feddeo": "images"}, refused=("oscar",))
+    assert "cannot send a payload of kind oscar: no such part" in caplog.text
 
 
 def test_a_named_kind_must_be_welcome_and_its_own() -> None:

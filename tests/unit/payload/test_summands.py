@@ -12,6 +12,7 @@ from osfl.payload.kinds import (
     Captions,
     Descriptions,
     DomainVector,
+    Embeddings,
     Encodings,
     FeatureStatistics,
     LatentStatistics,
@@ -67,6 +68,11 @@ def descriptions(names: tuple[str, ...], _: list[int], seed: int) -> Description
     return Descriptions(names, torch.randn(len(names), 2, 3, generator=draw))
 
 
+def embeddings(names: tuple[str, ...], _: list[int], seed: int) -> Embeddings:
+    draw = torch.Generator().manual_seed(seed)
+    return Embeddings(names, torch.randn(len(names), 2, 3, generator=draw))
+
+
 def domain_vector(names: tuple[str, ...], _: list[int], seed: int) -> DomainVector:
     return DomainVector(names, torch.randn(2, 3, generator=torch.Generator().manual_seed(seed)))
 
@@ -116,9 +122,9 @@ def test_latent_statistics_add_up() -> None:
         torch.testing.assert_close(getattr(payload, name), expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("make", [encodings, descriptions])
+@pytest.mark.parametrize("make", [encodings, descriptions, embeddings])
 def test_means_are_weighted_by_images(
-    make: Callable[[tuple[str, ...], list[int], int], Encodings | Descriptions],
+    make: Callable[[tuple[str, ...], list[int], int], Encodings | Descriptions | Embeddings],
 ) -> None:
     summands = [make(*both, seed) for seed, both in enumerate(zip(HELD, IMAGES, strict=True))]
     kind = type(summands[0])
@@ -264,7 +270,7 @@ def test_impossible_sums_are_refused() -> None:
             from_sums(
                 "FeatureStatistics", {"counts": torch.tensor(counts), **rows}, CLASSES, 2, layout
             )
-    for row in ([3, 0, 0], [2, -1, 0]):
+    for row in ([3, 0, 0], [2, -1, 0], [0, 0, 0]):
         ballots = torch.tensor([row, [0, 0, 0], [0, 0, 0], [0, 0, 0]])
         with pytest.raises(SummandError, match="impossible votes"):
             from_sums("Votes", {"votes": ballots}, CLASSES, 2, layout)
