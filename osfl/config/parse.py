@@ -4,6 +4,7 @@ import difflib
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
+from functools import cache
 from typing import Annotated, Any, get_type_hints
 
 from osfl.config.kinds import all_parts, is_mixed, methods_of
@@ -107,7 +108,7 @@ def parse_node_config(values: Mapping[str, Scalar]) -> NodeConfig:
 
 def schema() -> dict[str, Any]:
     """Return every run-config key with its annotated type, also those of installed methods."""
-    keys = _schema(RunConfig, "")
+    keys = dict(_schema(RunConfig, ""))
     for name, method in METHODS.items():
         if method.settings:
             keys.update(_schema(method.settings, f"{name}."))
@@ -145,7 +146,7 @@ def _installed_owner(key: str) -> str:
     return section if section in METHODS and METHODS[section].settings else ""
 
 
-def node_schema() -> dict[str, Any]:
+def node_schema() -> Mapping[str, Any]:
     """Return every node-config key with its annotated type."""
     return _schema(NodeConfig, "")
 
@@ -197,7 +198,8 @@ def _shared_settings(config: RunConfig) -> dict[str, Scalar]:
     return {"method": config.method, "payload-codec": config.payload_codec, **kinds}
 
 
-def key_hints(section: Any) -> dict[str, Any]:
+@cache
+def key_hints(section: Any) -> Mapping[str, Any]:
     """Return the annotated type of every key and section in a section, by its Python name."""
     hints = get_type_hints(section, include_extras=True)
     return {name: hint for name, hint in hints.items() if name != _INSTALLED}
@@ -283,7 +285,8 @@ def _invalid(values: Mapping[str, Scalar], keys: Mapping[str, Any]) -> Iterator[
             yield problem
 
 
-def _schema(section: Any, prefix: str, mark: ServerKey | None = None) -> dict[str, Any]:
+@cache
+def _schema(section: Any, prefix: str, mark: ServerKey | None = None) -> Mapping[str, Any]:
     """Return the annotated type of every key.
 
     Args:
@@ -293,7 +296,8 @@ def _schema(section: Any, prefix: str, mark: ServerKey | None = None) -> dict[st
     for name, annotated in key_hints(section).items():
         key = prefix + name.replace("_", "-")
         kind = getattr(annotated, "__origin__", annotated)
-        if is_dataclass(kind):
+        is_section = is_dataclass(kind)
+        if is_section:
             marks = markers_of(annotated, ServerKey)
             keys.update(_schema(kind, key + ".", marks[0] if marks else None))
         elif mark is not None and not markers_of(annotated, ServerKey):

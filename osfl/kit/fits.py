@@ -12,6 +12,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from itertools import takewhile
 from typing import Any
@@ -280,5 +281,6 @@ def _remember(mark: str) -> None:
         write_atomically(cache_folder() / "fits.json", content.encode())
 
 
+@cache
 def _libraries() -> dict[str, str]:
     return {name: version(name) for name in ("diffusers", "torchvision", "transformers")}

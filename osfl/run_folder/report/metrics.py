@@ -6,6 +6,7 @@ import platform
 import time
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -539,6 +540,7 @@ def _lines(file: Path) -> Iterator[str]:
             yield from lines
 
 
+@cache
 def _version(package: str) -> str | None:
     try:
         return version(package)
