@@ -163,10 +163,19 @@ def as_received(
 # ---- The server ----
 
 
-def server_job(config: RunConfig, name: str, clients: Sequence[str] = CLIENTS) -> ServerJob:
-    """Return a job in a folder of its own; an interrupted job resumes there."""
+def server_job(
+    config: RunConfig,
+    name: str,
+    clients: Sequence[str] = CLIENTS,
+    kinds: Mapping[str, str] | None = None,
+) -> ServerJob:
+    """Return a job in a folder of its own; an interrupted job resumes there.
+
+    Args:
+        kinds: in a mixed run, the kind of each client's payload.
+    """
     folder = open_run_folder(config, name, 0)
-    return ServerJob(config, folder, Status(folder.path), tuple(clients))
+    return ServerJob(config, folder, Status(folder.path), tuple(clients), kinds=kinds or {})
 
 
 def sampler_of(config: RunConfig) -> Callable[..., Sample]:
