@@ -13,6 +13,11 @@ A table file (configs/tables/*.toml) has
     [grid]                   # optional: run every row with every combination
     "espresso.epochs" = [5, 15]
 
+A table that differs from another one in little names it, and has everything of it that it does not
+set itself: keys of [common], rows, and the rest.
+
+    extends = "frontier-pacs.toml"   # beside this file
+
 A table that a paper has published (configs/papers/*.toml) also has
 
     source = "..."           # paper, table and page
@@ -58,9 +63,20 @@ from osfl.settings import (
 )
 from osfl.util.text import quote, sanitize
 
-KEYS = ("title", "source", "seeds", "reference", "common", "rows", "grid", "published", "lacks")
+KEYS = (
+    "extends",
+    "title",
+    "source",
+    "seeds",
+    "reference",
+    "common",
+    "rows",
+    "grid",
+    "published",
+    "lacks",
+)
 SECTIONS = ("common", "rows", "grid", "published", "lacks")
-STRING_KEYS = ("title", "source", "reference")
+STRING_KEYS = ("extends", "title", "source", "reference")
 # The global models of FedCADO and FedLMG
 MODELS = ("FT", "MD", "SD")
 # Keys that the table sets for every run
@@ -161,8 +177,7 @@ def read_table(
     Raises:
         ConfigError: the file is invalid, a row does not exist, or a run-config is invalid.
     """
-    content = read_toml(file)
-    _check_content(file, content)
+    content = _read_content(file)
     all_rows = _expand_rows(file, content)
     reference = str(content.get("reference", ""))
     if reference and reference not in all_rows:
@@ -184,8 +199,44 @@ def read_table(
     )
 
 
-def _check_content(file: Path, content: dict[str, Any]) -> None:
-    """Check the keys, types and row names of a table file.
+def _read_content(file: Path) -> dict[str, Any]:
+    """Return the checked content of a table file, over that of the one which it extends.
+
+    Raises:
+        ConfigError: a file is missing or invalid.
+    """
+    content = read_toml(file)
+    _check_keys(file, content)
+    if name := content.get("extends", ""):
+        base_file = file.parent / name
+        try:
+            base = read_toml(base_file)
+        except ConfigError as error:
+            raise ConfigError(f"{file}: extends = {quote(name)}: {error}") from None
+        _check_keys(base_file, base)
+        if "extends" in base:
+            raise ConfigError(
+                f"{file}: extends = {quote(name)}: that file extends another one itself; name "
+                f"{quote(base['extends'])}"
+            )
+        content = _merged(base, content)
+    _check_rows_and_grid(file, content)
+    return content
+
+
+def _merged(base: dict[str, Any], content: dict[str, Any]) -> dict[str, Any]:
+    """Return a table's content over that of another one, section by section."""
+    sections = {
+        part: {**base.get(part, {}), **content.get(part, {})}
+        for part in SECTIONS
+        if part in base or part in content
+    }
+    commons = (flatten_toml(part.get("common", {})) for part in (base, content))
+    return {**base, **content, **sections, "common": merge_settings(*commons)}
+
+
+def _check_keys(file: Path, content: dict[str, Any]) -> None:
+    """Check the keys and types of a table file.
 
     Raises:
         ConfigError: one is invalid.
@@ -196,6 +247,14 @@ def _check_content(file: Path, content: dict[str, Any]) -> None:
             f"{', '.join(KEYS)}"
         )
     _check_types(file, content)
+
+
+def _check_rows_and_grid(file: Path, content: dict[str, Any]) -> None:
+    """Check that a table has rows, with names that `--rows` accepts, and lists in its grid.
+
+    Raises:
+        ConfigError: it has not.
+    """
     if not content.get("rows"):
         raise ConfigError(f"{file}: has no [rows.NAME]")
     for key, values in content.get("grid", {}).items():

@@ -96,9 +96,45 @@ def test_a_grid_multiplies_the_rows(tmp_path: Path) -> None:
     ) == (5, 3)
 
 
+def test_a_table_has_what_it_does_not_set_of_the_one_that_it_extends(tmp_path: Path) -> None:
+    """Keys of [common] one by one, and whole rows."""
+    base = (
+        "title = 'Base'\nseeds = [3]\nreference = 'a'\n"
+        "[common]\nnum-clients = 2\nfeddeo.epochs = 7\nfeddeo.lr = 0.1\n"
+        "[rows.a]\nmethod = 'feddeo'\n[rows.b]\nmethod = 'feddeo'\nfeddeo.lr = 0.2\n"
+    )
+    (tmp_path / "base.toml").write_text(base)
+    text = (
+        "extends = 'base.toml'\ntitle = 'Other'\n[common]\nfeddeo.epochs = 9\n"
+        "[rows.b]\nmethod = 'oscar'\n[rows.c]\nmethod = 'fedlmg'\n"
+    )
+    table = read_table(write(tmp_path, text))
+    assert (table.title, table.seeds, table.reference) == ("Other", (3,), "a")
+    common = {"num-clients": 2, "feddeo.epochs": 9, "feddeo.lr": 0.1}
+    methods = {"a": "feddeo", "b": "oscar", "c": "fedlmg"}
+    assert table.rows == {row: {**common, "method": name} for row, name in methods.items()}
+
+
+def test_only_a_table_that_is_there_and_whole_is_extended(tmp_path: Path) -> None:
+    file = write(tmp_path, "extends = 'base.toml'")
+    with pytest.raises(ConfigError, match="extends = 'base.toml': .*base.toml: cannot be read"):
+        read_table(file)
+    base = tmp_path / "base.toml"
+    base.write_text("extends = 'first.toml'\n[rows.a]")
+    with pytest.raises(ConfigError, match="extends another one itself; name 'first.toml'"):
+        read_table(file)
+    base.write_text("row = 1")
+    with pytest.raises(ConfigError, match="base.toml: 'row' is unknown"):
+        read_table(file)
+    base.write_text("[common]\nnum-clients = 2")
+    with pytest.raises(ConfigError, match=r"has no \[rows.NAME\]"):
+        read_table(file)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("extends = 1\n[rows.a]", "extends = 1: must be a string"),
         ("seeds = [0", "not valid TOML"),
         ("seeds = [0]", r"has no \[rows.NAME\]"),
         ("row = 1", "'row' is unknown"),

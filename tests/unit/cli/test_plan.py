@@ -94,7 +94,10 @@ def test_a_run_of_several_models_has_figures_of_each(tmp_path: Path) -> None:
             "[published.A]\naverage = 'high'",
             r"\[published.'A'\] average = 'high': must be",
         ),
-        ("[publish.A]\naverage = 1.0", "'publish' is unknown; the keys of a table file are title"),
+        (
+            "[publish.A]\naverage = 1.0",
+            "'publish' is unknown; the keys of a table file are extends",
+        ),
     ],
 )
 def test_figures_that_belong_nowhere_are_refused(tmp_path: Path, more: str, message: str) -> None:
