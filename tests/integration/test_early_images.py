@@ -372,6 +372,7 @@ def test_an_interrupted_run_ends_the_thread_within_a_step(
     )
     steps: list[int] = []
     is_raised = threading.Event()
+    is_marked = threading.Event()
     step = overlap._SilentStatus.step
 
     def count(status: Any, done: int, total: int) -> None:
@@ -380,6 +381,8 @@ def test_an_interrupted_run_ends_the_thread_within_a_step(
             assert is_raised.wait(30)
             # Until the run's thread has set the mark that it has failed
             wait_for(status._is_aborted, 30, lambda: "no mark", every=0.01)
+            # The thread reports no error, not even that of the line before
+            is_marked.set()
         step(status, done, total)
 
     def may_answer() -> bool:
@@ -398,6 +401,7 @@ def test_an_interrupted_run_ends_the_thread_within_a_step(
     with pytest.raises(HTTPStatusError if error is OSError else error):
         start_late(config, may_answer)
     assert THREAD not in thread_names()
+    assert is_marked.is_set()
     assert max(steps) == 2
     assert owners(home / "runs" / "job") == []
     assert read_status(home / "runs" / "job")["phase"] == "failed"

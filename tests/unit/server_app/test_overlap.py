@@ -39,7 +39,7 @@ def test_only_a_federation_overlaps_unless_it_is_asked_to() -> None:
     [
         {"class_balance": True},
         {"synthesis__workers": 2},
-        {"method": "fedcgs", "secure_sum": True},
+        {"method": "oscar-pooled", "secure_sum": True, "num_clients": 3},
         {"method": "fedavg"},
         {"method": "fedcgs"},
         {"method": "ceiling"},
