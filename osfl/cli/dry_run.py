@@ -25,6 +25,7 @@ from osfl.run_folder.payload_source import check_source_name, find_source, sourc
 from osfl.run_folder.payload_store import PayloadSource
 from osfl.run_folder.report.page import human_bytes, human_flops
 from osfl.settings import Setting, default_config, resolve_config
+from osfl.util.costs import Cost
 from osfl.util.markers import AUTO
 from server_app.app import estimate_disk_bytes
 
@@ -114,11 +115,7 @@ def _show(
     lines.append(f"the server synthesizes {estimate.images} images")
     lines.append(f"for data.name = {config.data.name}: {format_data_defaults(config)}")
     if estimate.sampling is not None:
-        scoring = " and scores" if scores_images(config) else ""
-        lines.append(
-            f"the UNet, which synthesizes{scoring} them: {human_flops(estimate.sampling.flops)}, "
-            f"about {_duration(estimate.sampling.seconds)} on this machine"
-        )
+        lines.append(_sampling_line(config, estimate.sampling))
     if (training := estimate.training) is not None:
         lines.append(
             f"the training of the global model on them: {human_flops(training.flops)}, about "
@@ -128,9 +125,29 @@ def _show(
     if config.client_contribution:
         times = config.training_clients + 1
         lines.append(f"the server trains the global model {times} more times (client-contribution)")
-    lines.append(f"the run's folder needs at most {human_bytes(estimate.disk_bytes)}")
+    lines.append(_disk_line(estimate))
     for line in lines:
         display.console.print(display.escape_text(line), highlight=False, soft_wrap=True)
+
+
+def _disk_line(estimate: Estimate) -> str:
+    """Say how large the run's folder becomes."""
+    limit = human_bytes(estimate.disk_bytes)
+    if estimate.folder_bytes is None:
+        return f"the run's folder needs at most {limit}"
+    return f"the run's folder has about {human_bytes(estimate.folder_bytes)}, at most {limit}"
+
+
+def _sampling_line(config: RunConfig, sampling: Cost) -> str:
+    """Say what the UNet costs, and how long it takes on this machine or on workers like it."""
+    scoring = " and scores" if scores_images(config) else ""
+    text = (
+        f"the UNet, which synthesizes{scoring} them: {human_flops(sampling.flops)}, about "
+        f"{_duration(sampling.seconds)} on this machine"
+    )
+    if (workers := config.synthesis.workers) > 1:
+        text += f"; on {workers} workers like it {_duration(sampling.seconds / workers)}"
+    return text
 
 
 def _reuse_line(config: RunConfig, source: PayloadSource | None) -> str:

@@ -23,7 +23,7 @@ from osfl.config import (
 )
 from osfl.data.parts import class_names
 from osfl.defenses import DEFENSES, LABEL_CONSISTENCY
-from osfl.kit.kits import find_kit
+from osfl.kit.kits import find_kit, kit_image_size
 from osfl.kit.run_check import check_run_models
 from osfl.kit.used_parts import sampling_parts
 from osfl.methods import METHODS
@@ -44,6 +44,10 @@ from server_app.kit import check_subject
 # A placeholder: FGL's captions have about 50 characters
 CAPTION = "x" * 50
 DOMAIN = "a name of a domain"
+# The size of a PNG file of small synthetic images, as a share of its pixels' bytes
+PNG_SHARE = 0.75
+# Of an image, in manifest.jsonl and in its unit
+MANIFEST_BYTES = 400
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,9 @@ class Estimate:
         changed: settings that differ from the defaults.
         uploads: bytes per client over all rounds, before compression.
         images: number of synthetic images.
-        disk_bytes: upper bound of the run folder's size.
+        disk_bytes: upper bound of the run folder's size, at any time.
+        folder_bytes: the run folder's size when the run has finished; None for a method without
+            synthesis.
         client_flops: FLOPs per client of a simulation over all rounds; None where they are unknown.
         sampling: costs of the UNet passes that synthesize and score all images; None for a method
             without synthesis.
@@ -83,6 +89,7 @@ class Estimate:
     uploads: Mapping[str, int]
     images: int
     disk_bytes: int
+    folder_bytes: int | None
     client_flops: Mapping[str, float | None]
     sampling: Cost | None
     training: Cost | None
@@ -102,7 +109,7 @@ def estimate_run(config: RunConfig, simulated: bool = True) -> Estimate:
     """
     # Their imports take seconds, and the check of a run does not need them
     from osfl.cli.client_costs import client_flops
-    from osfl.cli.training_costs import training_cost
+    from osfl.cli.training_costs import model_bytes, training_cost
 
     check_subject(config)
     if simulated:
@@ -111,16 +118,19 @@ def estimate_run(config: RunConfig, simulated: bool = True) -> Estimate:
     rounds = config.rounds.count if METHODS[config.method].rounds else 1
     uploads = {name: rounds * upload_bytes(name, client) for name, client in clients.items()}
     images = planned_images(config, clients.values())
-    sampling = training = None
+    sampling = training = folder_bytes = None
     if METHODS[config.method].samples:
         sampling = sampling_cost(config, images, clients.values())
         training = training_cost(config, images)
+        sent = sum(uploads.values())
+        folder_bytes = sent + model_bytes(config) + images * image_bytes(config)
     is_known = simulated and is_mixed(config)
     return Estimate(
         changed=changed_keys(config),
         uploads=uploads,
         images=images,
         disk_bytes=estimate_disk_bytes(config),
+        folder_bytes=folder_bytes,
         client_flops={name: client_flops(client) for name, client in clients.items() if simulated},
         sampling=sampling,
         training=training,
@@ -272,6 +282,12 @@ def planned_images(config: RunConfig, clients: Iterable[Client]) -> int:
         images = len(clients_by_label) * max(clients_by_label.values(), default=0)
     public = len(config.public_domain_names) * len(class_names(config.data))
     return (images + public) * config.synthesis.images_per_class
+
+
+def image_bytes(config: RunConfig) -> int:
+    """Return the bytes of an image's file and of its lines in the manifest, on average."""
+    side = kit_image_size(find_kit(config.sampling_kit))
+    return round(PNG_SHARE * 3 * side**2) + MANIFEST_BYTES
 
 
 def synthesized_labels(client: Client) -> list[int]:

@@ -1,4 +1,4 @@
-"""Estimate of the costs of training the global models, by some steps on this machine."""
+"""Estimates of what global models cost: training, by some steps on this machine, and files."""
 
 import time
 from dataclasses import replace
@@ -8,7 +8,7 @@ import torch
 
 from osfl.config import ClassifierConfig, RunConfig, split_names
 from osfl.data.parts import class_names
-from osfl.models.classifiers import build_classifier
+from osfl.models.classifiers import build_classifier, meta_classifier
 from osfl.models.training import fit, split_batches
 from osfl.util.costs import Cost, FlopMeter, time_growing_batches
 from osfl.util.devices import pick_device
@@ -39,9 +39,23 @@ def training_cost(config: RunConfig, images: int) -> Cost | None:
     largest = min(settings.batch_size, images)
     per_image = time_growing_batches(time_batch, FIRST_BATCH, largest, MEASURE_SECONDS)
     batches = split_batches(images, settings, config.seed)
-    models = len(split_names(getattr(config.method_settings, "strategies", "ft")))
-    passes = models * sum(map(len, batches))
+    passes = trained_models(config) * sum(map(len, batches))
     return Cost(passes * per_image.flops, passes * per_image.seconds)
+
+
+def trained_models(config: RunConfig) -> int:
+    """Return the number of global models that a run trains on its images."""
+    return len(split_names(getattr(config.method_settings, "strategies", "ft")))
+
+
+def model_bytes(config: RunConfig) -> int:
+    """Return the bytes of the global models' weights."""
+    settings = config.global_model
+    classes = len(class_names(config.data))
+    model = meta_classifier(settings.architecture, classes, settings.small_stem)
+    tensors = model.state_dict().values()
+    size: int = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return trained_models(config) * size
 
 
 def _time_steps(model: torch.nn.Module, config: RunConfig, rows: int) -> Cost:

@@ -12,11 +12,12 @@ from typer.testing import CliRunner
 
 from client_app.app import app as client_app
 from client_app.privacy.mechanisms import private_mean
-from osfl.cli import estimate
+from osfl.cli import dry_run, estimate
 from osfl.cli.main import app as cli
 from osfl.cli.run_clients import Client
 from osfl.config import parse_run_config
 from osfl.models.diffusion import load_kit, timesteps
+from osfl.util.costs import Cost
 from server_app.app import run_job
 from server_app.costs import NoisyMean, noisy_mean, rows_per_image
 from server_app.expected import shapes_of_kit
@@ -54,12 +55,16 @@ def test_the_estimate_equals_sent_bytes_and_synthesized_images(
     assert estimated.images == metrics["server"]["synthetic_images"]
     # FedDEO is the default
     assert estimated.changed.get("method", "feddeo") == method
+    folder = [file for file in (home / "runs" / "job").rglob("*") if file.is_file()]
+    size = sum(file.stat().st_size for file in folder)
+    assert size < estimated.disk_bytes
     if method in SAMPLES_NOTHING:
-        assert estimated.sampling is None
+        assert estimated.sampling is estimated.folder_bytes is None
     else:
         assert estimated.sampling is not None
         assert estimated.sampling.seconds > 0
         assert estimated.sampling.flops > 0
+        assert estimated.folder_bytes == pytest.approx(size, rel=0.2)
 
 
 @pytest.mark.parametrize(
@@ -125,10 +130,16 @@ def test_a_dry_run_shows_and_leaves_nothing(
     assert "a client computes at most " in result.output
     assert "the server synthesizes 20 images" in result.output
     assert "the training of the global model on them: " in result.output
+    assert "workers like it" not in result.output
+    assert "the run's folder has about " in result.output
     assert not (home / "runs").exists()
     # How much deflating saves is known when it is done
     deflated = CliRunner().invoke(cli, arguments(tiny_kit, method="feddeo", payload_codec="int4"))
     assert "a client sends at most " in deflated.output
+    cost = Cost(2e12, 80.0)
+    config = parse_run_config(quick(kit=str(tiny_kit), synthesis__workers=4))
+    expected = "about 1.3 min on this machine; on 4 workers like it 20 s"
+    assert dry_run._sampling_line(config, cost).endswith(expected)
 
 
 @pytest.mark.parametrize(

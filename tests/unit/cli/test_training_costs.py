@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save
 from torch.utils.flop_counter import FlopCounterMode
 
 from osfl.cli import training_costs
 from osfl.cli.dry_run import _client_lines
-from osfl.cli.training_costs import _time_steps, training_cost
+from osfl.cli.training_costs import _time_steps, model_bytes, training_cost
 from osfl.config import parse_run_config
 from osfl.models.classifiers import build_classifier
 from osfl.util.costs import Cost, time_growing_batches
@@ -37,6 +38,13 @@ def test_the_images_of_all_steps_by_hand(
     monkeypatch.setattr(training_costs, "time_growing_batches", lambda *_: Cost(3.0, 0.5))
     config = parse_run_config(quick(**{"global_model__batch_size": 8, **settings}))
     assert training_cost(config, 20) == Cost(3.0 * images, 0.5 * images)
+
+
+def test_a_model_has_the_bytes_of_its_file() -> None:
+    """One of FT and of SD; the file also names the tensors."""
+    config = parse_run_config(quick(method="fedlmg", fedlmg__strategies="ft,sd"))
+    file = save(build_classifier("shufflenet_v2_x1_0", 10, True).state_dict())
+    assert 0.98 * 2 * len(file) < model_bytes(config) < 2 * len(file)
 
 
 def test_one_image_is_too_few() -> None:
