@@ -56,9 +56,9 @@ EXPERIMENT = Experiment(
     [*PURE, *PARTS],
     "Top-1 accuracy (%) on the clients' test images of the six handwritten domains, mean of the "
     "seeds {seeds} and, in mixed rows, of the orders in which the kinds are dealt out. Every seed "
-    "has its own payloads, noise and training. The last column compares a mixed row with the mean "
-    f"of the rows that it names. {' '.join(as_arguments(COMMON))}; methods as in "
-    f"benchmarks/recipe.py. {PAIRED}",
+    "has its own payloads, noise and training. The difference is that of a mixed row to the mean "
+    "of the rows that it names; the last columns are of the clients that sent this kind. "
+    f"{' '.join(as_arguments(COMMON))}; methods as in benchmarks/recipe.py. {PAIRED}",
     (0, 1, 2, 3, 4),
 )
 
@@ -129,6 +129,16 @@ def by_seed(row: str, seeds: Sequence[int]) -> dict[int, float]:
     return values
 
 
+def of_senders(row: str, kind: str, seeds: Sequence[int]) -> list[float]:
+    """Return the accuracies (%) on the images of the clients that sent a kind, in all runs."""
+    values = []
+    for seed in seeds:
+        for kinds in runs_of(row, seed):
+            by_client = zip(kinds, accuracies(kinds, seed), strict=True)
+            values += [accuracy for sent, accuracy in by_client if sent == kind]
+    return values
+
+
 def line(row: str, seeds: Sequence[int]) -> Line:
     """Return a row of the table."""
     values = by_seed(row, seeds)
@@ -144,6 +154,9 @@ def line(row: str, seeds: Sequence[int]) -> Line:
         baseline = {seed: mean(part[seed] for part in parts) for seed in seeds}
         columns["to"] = " and ".join(PARTS[row])
         columns["difference"] = difference(values, baseline)
+    for kind in PURE:
+        sent = of_senders(row, kind, seeds)
+        columns[f"with {kind}"] = average(sent) if sent else ""
     return columns
 
 

@@ -54,6 +54,9 @@ def test_a_mixed_row_is_compared_with_the_mean_of_its_parts(
     line = mixed_federations.line(MIXED, (0, 1))
     assert line["average"] == "60.0"
     assert line["to"] == "FedLMG and OSCAR and FedDEO"
+    # At every place a client sends each kind once, so that each kind has the average
+    assert {line[f"with {kind}"] for kind in pure} == {"60.0"}
+    assert line["with votes"] == ""
     # Two values: t of one degree of freedom, 12.706, times a standard error of 2
     assert line["difference"] == "+5.0 [-20.4, +30.4]"
     assert mixed_federations.line("OSCAR", (0, 1)) == {
@@ -62,7 +65,26 @@ def test_a_mixed_row_is_compared_with_the_mean_of_its_parts(
         "standard error": "0.00",
         "to": "",
         "difference": "",
+        "with FedLMG": "",
+        "with OSCAR": "60.0",
+        "with FedDEO": "",
+        "with votes": "",
+        "with prompts-domain": "",
     }
+
+
+def test_a_kind_has_the_accuracy_of_its_own_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client has 10 points of its place, and 0, 1 or 2 of its kind: on average 25 of places."""
+    points = {"FedLMG": 0.0, "OSCAR": 1.0, "FedDEO": 2.0}
+
+    def accuracies(kinds: Sequence[str], seed: int) -> list[float]:
+        return [10 * place + points[kind] for place, kind in enumerate(kinds)]
+
+    monkeypatch.setattr(mixed_federations, "accuracies", accuracies)
+    for kind, value in points.items():
+        values = mixed_federations.of_senders(MIXED, kind, (0, 1))
+        assert len(values) == 2 * len(CLIENTS)
+        assert sum(values) / len(values) == 25 + value
 
 
 @pytest.mark.slow
