@@ -416,9 +416,18 @@ def summand_shapes(
         tensors: the shapes that the payload has for all classes, by field.
         classes: C.
         candidates: the number of the run's candidate domains, of votes.
+
+    Raises:
+        TypeError: payloads of this kind do not add up.
     """
     shapes = {**tensors, "counts": (classes,), "votes": (classes, candidates)}
-    return {name: tuple(shapes[name]) for name in SUMMANDS[kind].names}
+    return {name: tuple(shapes[name]) for name in _summand_of(kind).names}
+
+
+def _summand_of(kind: str) -> Summand:
+    if kind not in SUMMANDS:
+        raise TypeError(f"payloads of kind {kind} do not add up; those of {', '.join(SUMMANDS)} do")
+    return SUMMANDS[kind]
 
 
 def to_summands(
@@ -438,8 +447,7 @@ def to_summands(
     kind = type(payload).__name__
     rows = torch.tensor([list(classes).index(name) for name in payload.classes])
     share = Share(rows, torch.tensor(images), len(classes), candidates)
-    summand = SUMMANDS.get(kind)
-    tensors = summand.tensors(payload, share) if summand else None
+    tensors = _summand_of(kind).tensors(payload, share)
     if tensors is None:
         raise TypeError(f"payloads of kind {kind} do not add up")
     return tensors
@@ -458,5 +466,6 @@ def from_sums(
 
     Raises:
         SummandError: no payloads of this kind have this sum.
+        TypeError: payloads of this kind do not add up.
     """
-    return SUMMANDS[kind].payloads(Total(sums, classes, members, layout))
+    return _summand_of(kind).payloads(Total(sums, classes, members, layout))

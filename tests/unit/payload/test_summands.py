@@ -173,6 +173,9 @@ def test_nothing_else_adds_up() -> None:
     captions = Captions(("ant",), (("an ant",),))
     with pytest.raises(TypeError, match="kind Captions do not add up"):
         to_summands(captions, CLASSES, [1], CANDIDATES)
+    # The server asks for the shapes before the round, also for an installed method's kind
+    with pytest.raises(TypeError, match="kind Captions do not add up; those of FeatureStatistics"):
+        summand_shapes("Captions", {}, 2, 0)
     factor = FeatureStatistics(
         ("ant",), torch.tensor([1]), torch.ones(1, 2), factor=torch.ones(1, 3)
     )
