@@ -94,7 +94,7 @@ def test_images_do_not_depend_on_who_samples_them(home: Path, tiny_kit: Path) ->
     threads adds them up.
     """
     image_files = {}
-    for count in (0, 2, 3):
+    for count in (0, 3):
         start(
             quick(
                 method="fedlmg", kit=str(tiny_kit), synthesis__workers=count, synthesis__threads=1
@@ -102,7 +102,7 @@ def test_images_do_not_depend_on_who_samples_them(home: Path, tiny_kit: Path) ->
             f"by-{count}",
         )
         image_files[count] = files(home / "runs" / f"by-{count}", "images", "manifest.jsonl")
-    assert image_files[0] == image_files[2] == image_files[3]
+    assert image_files[0] == image_files[3]
     assert len((home / "runs" / "by-3" / "manifest.jsonl").read_text().splitlines()) == 20
     units = files(home / "runs" / "by-0", "units")
     goes_on = {"workers": 5, "threads": 1, "checkpointing": "on"}  # and has all
