@@ -1,15 +1,21 @@
 """Costs of a method, which its server half states where they are not the usual ones.
 
-A server half may define `branches(config)`, `rows_per_image(config, timesteps)` and
-`noisy_mean(sizes)`; the functions of these names here ask it, and have the defaults.
+A server half may define `branches(config)`, `rows_per_image(config, timesteps)`,
+`guidance_cost(config, kit, most)` and `noisy_mean(sizes)`; the functions of these names here ask
+it, and have the defaults.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from osfl.config import FedLMGConfig, RunConfig
 from osfl.methods import server_module
+from osfl.util.costs import Cost
 from server_app.expected import run_dimensions
+
+if TYPE_CHECKING:
+    from osfl.models.diffusion import Kit
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,19 @@ def rows_per_image(config: RunConfig, timesteps: Sequence[int]) -> int:
     if hasattr(half, "rows_per_image"):
         return int(half.rows_per_image(config, timesteps))
     return config.synthesis.steps * branches(config)
+
+
+def guidance_cost(config: RunConfig, kit: "Kit", most: int) -> Cost:
+    """Measure what guidance costs per image beside UNet rows; nothing by default.
+
+    Args:
+        most: images of the batch in which images are made.
+    """
+    half = server_module(config.method)
+    if not hasattr(half, "guidance_cost"):
+        return Cost(0.0, 0.0)
+    cost: Cost = half.guidance_cost(config, kit, most)
+    return cost
 
 
 def noisy_mean(config: RunConfig) -> NoisyMean | None:

@@ -139,11 +139,11 @@ def _disk_line(estimate: Estimate) -> str:
 
 
 def _sampling_line(config: RunConfig, sampling: Cost) -> str:
-    """Say what the UNet costs, and how long it takes on this machine or on workers like it."""
+    """Say what the images cost, and how long they take on this machine or on workers like it."""
     scoring = " and scores" if scores_images(config) else ""
     text = (
-        f"the UNet, which synthesizes{scoring} them: {human_flops(sampling.flops)}, about "
-        f"{_duration(sampling.seconds)} on this machine"
+        f"the diffusion model, which synthesizes{scoring} them: {human_flops(sampling.flops)}, "
+        f"about {_duration(sampling.seconds)} on this machine"
     )
     if (workers := config.synthesis.workers) > 1:
         text += f"; on {workers} workers like it {_duration(sampling.seconds / workers)}"

@@ -36,7 +36,7 @@ from osfl.settings import default_config
 from osfl.util.costs import Cost
 from osfl.util.devices import pick_device
 from server_app.app import check_server, estimate_disk_bytes
-from server_app.costs import branches, noisy_mean, rows_per_image
+from server_app.costs import branches, guidance_cost, noisy_mean, rows_per_image
 from server_app.expected import expected_payload
 from server_app.federation.secure_members import sum_layout
 from server_app.kit import check_subject
@@ -78,8 +78,8 @@ class Estimate:
         folder_bytes: the run folder's size when the run has finished; None for a method without
             synthesis.
         client_flops: FLOPs per client of a simulation over all rounds; None where they are unknown.
-        sampling: costs of the UNet passes that synthesize and score all images; None for a method
-            without synthesis.
+        sampling: costs of the diffusion model, which synthesizes and scores all images; None for a
+            method without synthesis.
         training: costs of training the global models on the images; None likewise.
         noise: None if no client sends a noisy mean, or if the number of images is unknown.
         kinds: the kind of payload that each client of a mixed run sends.
@@ -320,7 +320,7 @@ def scoring_rows(config: RunConfig, clients: Iterable[Client]) -> int:
 
 
 def sampling_cost(config: RunConfig, images: int, clients: Collection[Client]) -> Cost:
-    """Estimate the costs of the UNet passes by a short benchmark.
+    """Estimate the costs of UNet passes, guidance and decoding by a short benchmark.
 
     Args:
         images: number of synthetic images.
@@ -328,7 +328,7 @@ def sampling_cost(config: RunConfig, images: int, clients: Collection[Client]) -
     """
     # These take seconds to import, and the check of a run does not need them
     from osfl.models.diffusion import timesteps
-    from server_app.synthesis.engine import load_engine, unet_cost
+    from server_app.synthesis.engine import decoding_cost, load_engine, unet_cost
 
     unoptimized = replace(
         config.synthesis,
@@ -344,10 +344,15 @@ def sampling_cost(config: RunConfig, images: int, clients: Collection[Client]) -
     folder = find_kit(config.sampling_kit, sampling_parts(config))
     kit = load_engine(folder, pick_device(config.device), unoptimized)
     unit_size = unoptimized.unit_size
-    batch = min(unoptimized.batch_size or unit_size, unit_size)
+    batch = min(unoptimized.batch_size or unit_size, unit_size, max(1, images))
     methods = [client.config for client in clients if is_mixed(config)] or [config]
     per_row = unet_cost(kit, max(map(branches, methods)) * batch)
     steps = timesteps(kit.scheduler, unoptimized.steps)
     rows = images * mean(rows_per_image(method, steps) for method in methods)
     rows += scoring_rows(config, clients)
-    return Cost(rows * per_row.flops, rows * per_row.seconds)
+    guidance = {method.method: guidance_cost(method, kit, batch) for method in methods}
+    per_image = [decoding_cost(kit, batch)]
+    # A mixed run's methods share the images
+    per_image += [guidance[method.method].times(1 / len(methods)) for method in methods]
+    parts = [per_row.times(rows), *(cost.times(images) for cost in per_image)]
+    return Cost(sum(part.flops for part in parts), sum(part.seconds for part in parts))

@@ -35,6 +35,7 @@ from osfl.kit.shapes import kit_shapes
 from osfl.methods import DIFFUSION_PARTS, TINY_DECODER
 from osfl.models.conditioning import Conditioning, empty_conditioning
 from osfl.models.encoders import TextEncoder, load_text_encoder
+from osfl.util.costs import keep_freed_memory
 from osfl.util.files import read_json
 from osfl.util.text import sanitize
 
@@ -229,6 +230,7 @@ def load_kit(
     """
     source = str(path)
     device = torch.device(device)
+    keep_freed_memory()
     check_kit(source, DIFFUSION_PARTS)
     scheduler = load_noise_schedule(source)
     vae = _network(source, "vae", dtype)

@@ -26,11 +26,13 @@ from osfl.config import FedCADOConfig, RunConfig
 from osfl.models.conditioning import Conditioning
 from osfl.models.diffusion import Kit
 from osfl.payload.kinds import Classifier
+from osfl.util.costs import Cost
 from server_app.context import ServerJob
 from server_app.costs import rows_with_gradient
 from server_app.methods.fedlmg import LossAt, guidance_loss, guided_prediction, run_guided
 from server_app.pipeline import Models
 from server_app.synthesis.guidance import Teacher
+from server_app.synthesis.guidance_cost import gradient_cost
 from server_app.synthesis.plan import ImageJob, initial_noise
 from server_app.synthesis.samplers import denoise, first_timestep, to_images
 
@@ -84,3 +86,9 @@ def rows_per_image(config: RunConfig, timesteps: Sequence[int]) -> int:
     """Return the UNet rows per image, with those of the edits and of the gradient."""
     settings = config.fedcado
     return rows_with_gradient(config.synthesis.steps + settings.noise_edits, settings)
+
+
+def guidance_cost(config: RunConfig, kit: Kit, most: int) -> Cost:
+    """Measure what an image's gradients cost beside the UNet."""
+    passes = config.synthesis.steps + config.fedcado.noise_edits
+    return gradient_cost(config, config.fedcado, kit, passes, most)

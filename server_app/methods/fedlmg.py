@@ -39,6 +39,7 @@ from osfl.models.classifiers import rebuild_classifier
 from osfl.models.conditioning import Conditioning
 from osfl.models.diffusion import Kit, x0hat
 from osfl.payload.kinds import Classifier
+from osfl.util.costs import Cost
 from server_app.context import ServerJob
 from server_app.costs import rows_with_gradient
 from server_app.distillation import strategy_targets, train_strategies
@@ -52,6 +53,7 @@ from server_app.synthesis.guidance import (
     compose,
     guide,
 )
+from server_app.synthesis.guidance_cost import gradient_cost
 from server_app.synthesis.plan import ImageJob, initial_noise, mix_classes
 from server_app.synthesis.samplers import Predict, denoise, to_images
 from server_app.synthesis.workers import Sample
@@ -218,3 +220,9 @@ def guided_prediction(kit: Kit, loss_at: LossAt, scale: float) -> Predict:
 def rows_per_image(config: RunConfig, timesteps: Sequence[int]) -> int:
     """Return the UNet rows per image, with those of the gradient."""
     return rows_with_gradient(config.synthesis.steps, config.fedlmg)
+
+
+def guidance_cost(config: RunConfig, kit: Kit, most: int) -> Cost:
+    """Measure what an image's gradients cost beside the UNet."""
+    passes = config.synthesis.steps
+    return gradient_cost(config, config.fedlmg, kit, passes, most)

@@ -53,6 +53,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 REPEATS = 5  # timed passes, after two warm-up passes
 MEASURE_SECONDS = 15.0  # spent on measuring a machine's speed for an estimate
 FIRST_ROWS = 2  # of the first batch that is timed for it
+SHORT_SECONDS = 0.3  # of a pass that is timed several times for it
 # The search ends at a batch whose time per image exceeds the best one's by this factor
 MAX_SLOWDOWN = 1.1
 
@@ -275,13 +276,17 @@ def _build(source: str, device: torch.device, settings: SynthesisConfig) -> Kit:
 @torch.no_grad()
 def _seconds(kit: Kit, batch: int, repeats: int = REPEATS) -> float:
     """Return the median seconds of a UNet pass."""
-    run_pass = unet_pass(kit, batch)
+    return median_seconds(unet_pass(kit, batch), kit.device, repeats)
+
+
+def median_seconds(act: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Return the median seconds of an action, after two that are not timed."""
     timings = []
     for number in range(2 + repeats):
         start = time.perf_counter()
-        run_pass()
-        if kit.device.type == "cuda":
-            torch.cuda.synchronize(kit.device)
+        act()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         timings += [time.perf_counter() - start] if number >= 2 else []
     return median(timings)
 
@@ -301,17 +306,44 @@ def unet_cost(kit: Kit, most: int) -> Cost:
     """Measure the cost per row of a UNet pass on this machine, within some seconds.
 
     Args:
+        most: rows of the batch in which images are made.
+    """
+    return cost_per_row(lambda rows: unet_pass(kit, rows), kit.device, most)
+
+
+@torch.no_grad()
+def decoding_cost(kit: Kit, most: int) -> Cost:
+    """Measure the cost of decoding an image, as `unet_cost`."""
+
+    def decode(rows: int) -> Callable[[], torch.Tensor]:
+        return partial(kit.decode, torch.randn(rows, *kit.latent_shape, device=kit.device))
+
+    return cost_per_row(decode, kit.device, most)
+
+
+def cost_per_row(
+    pass_of: Callable[[int], Callable[[], object]], device: torch.device, most: int
+) -> Cost:
+    """Measure the cost per row of a pass, within some seconds.
+
+    Args:
+        pass_of: returns a function that runs a pass, by its number of rows.
         most: rows of the largest batch to try.
     """
-    rows = min(FIRST_ROWS, most)
+    first = min(FIRST_ROWS, most)
     meter = FlopMeter()
-    meter.run("pass", unet_pass(kit, rows))
-    flops = meter.total / rows
+    meter.run("pass", pass_of(first))
+    flops = meter.total / first
 
     def time_batch(rows: int) -> Cost:
-        return Cost(flops, _seconds(kit, rows, repeats=1) / rows)
+        act = pass_of(rows)
+        seconds = median_seconds(act, device, repeats=1)
+        # A short pass may have been disturbed
+        if seconds < SHORT_SECONDS:
+            seconds = median_seconds(act, device, REPEATS)
+        return Cost(flops, seconds / rows)
 
-    return time_growing_batches(time_batch, rows, most, MEASURE_SECONDS)
+    return time_growing_batches(time_batch, first, most, MEASURE_SECONDS)
 
 
 def _device_name(device: torch.device) -> str:

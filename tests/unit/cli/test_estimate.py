@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from osfl.util.costs import Cost
 from server_app.app import run_job
 from server_app.costs import NoisyMean, noisy_mean, rows_per_image
 from server_app.expected import shapes_of_kit
+from server_app.synthesis import engine
 from tests.helpers.gaussian_mechanism import least_sigma
 from tests.helpers.loop_grid import LoopGrid
 from tests.helpers.settings import quick
@@ -67,6 +69,36 @@ def test_the_estimate_equals_sent_bytes_and_synthesized_images(
         assert estimated.folder_bytes == pytest.approx(size, rel=0.2)
 
 
+@pytest.mark.slow
+def test_images_cost_unet_rows_guidance_and_decoding(
+    tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten images of two steps: 4 rows of a guided image, or 8 with FedLMG's gradients."""
+    units = {"unet": Cost(1.0, 2.0), "decoding": Cost(10.0, 20.0)}
+    batches: dict[str, int] = {}
+
+    def cost_of(name: str, kit: object, most: int) -> Cost:
+        batches[name] = most
+        return units[name]
+
+    monkeypatch.setattr(engine, "unet_cost", partial(cost_of, "unet"))
+    monkeypatch.setattr(engine, "decoding_cost", partial(cost_of, "decoding"))
+    guidance = {"oscar": Cost(0.0, 0.0), "fedlmg": Cost(100.0, 200.0)}
+    monkeypatch.setattr(estimate, "guidance_cost", lambda config, *_: guidance[config.method])
+    settings = {"kit": str(tiny_kit), "synthesis__unit_size": 60, "synthesis__batch_size": 0}
+    oscar, fedlmg = (
+        parse_run_config(quick(method=name, **settings)) for name in ("oscar", "fedlmg")
+    )
+    assert estimate.sampling_cost(oscar, 10, []) == Cost(40 + 100, 80 + 200)
+    # Two rows of each of the ten images, of which a unit could have sixty
+    assert batches == {"unet": 20, "decoding": 10}
+    assert estimate.sampling_cost(fedlmg, 10, []) == Cost(80 + 1100, 160 + 2200)
+    # Half of the images are OSCAR's, half FedLMG's
+    mixed = parse_run_config({**quick(method="mixed", **settings), "mixed.methods": "oscar,fedlmg"})
+    clients = [Client(config, (0,)) for config in (oscar, fedlmg)]
+    assert estimate.sampling_cost(mixed, 10, clients) == Cost(60 + 600, 120 + 1200)
+
+
 @pytest.mark.parametrize(
     ("method", "settings", "rows"),
     [
@@ -95,10 +127,13 @@ def test_rows_of_an_image(method: str, settings: dict, rows: int, tiny_kit: Path
 
 @pytest.mark.slow
 @pytest.mark.flops
-def test_judging_is_part_of_the_samplings_cost(tiny_kit: Path, home: Path) -> None:
+def test_judging_is_part_of_the_samplings_cost(
+    tiny_kit: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two clients with ten classes each; of a class's seven images six are looked at, with ten
     prompts and at three timesteps. To draw one takes two branches in two steps.
     """
+    monkeypatch.setattr(engine, "decoding_cost", lambda *_: Cost(0.0, 0.0))
     common = {"method": "feddeo", "kit": str(tiny_kit), "synthesis__images_per_class": 7}
     plain = estimate.estimate_run(parse_run_config(quick(**common)))
     judging = estimate.estimate_run(

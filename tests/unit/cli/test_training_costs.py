@@ -52,26 +52,29 @@ def test_one_image_is_too_few() -> None:
 
 
 @pytest.mark.parametrize(
-    ("most", "tried", "best"),
-    [
-        # 32 are 5 % faster than 16, so that 64 are not tried
-        (64, [8, 16, 32], 0.76),
-        # 20 are slower than 16
-        (20, [8, 16, 20], 0.8),
-        (8, [8], 1.0),
-        (5, [5], 2.0),
-    ],
+    ("most", "timed"), [(64, [8, 16, 32, 64]), (20, [8, 16, 20]), (8, [8]), (5, [5])]
 )
-def test_batches_grow_while_that_saves_a_tenth(most: int, tried: list[int], best: float) -> None:
-    seconds = {5: 2.0, 8: 1.0, 16: 0.8, 20: 0.9, 32: 0.76, 64: 0.1}
-    timed: list[int] = []
+def test_the_cost_is_that_of_the_batch_in_which_a_run_works(most: int, timed: list[int]) -> None:
+    """The fastest batch is smaller here: large tensors cost page faults."""
+    tried: list[int] = []
 
     def time_batch(rows: int) -> Cost:
-        timed.append(rows)
-        return Cost(7.0, seconds[rows])
+        tried.append(rows)
+        return Cost(7.0, rows / 100)
 
-    assert time_growing_batches(time_batch, 8, most, 60.0) == Cost(7.0, best)
-    assert timed == tried
+    assert time_growing_batches(time_batch, 8, most, 60.0) == Cost(7.0, most / 100)
+    assert tried == timed
+
+
+def test_a_batch_that_does_not_fit_into_memory_is_not_needed() -> None:
+    def time_batch(rows: int) -> Cost:
+        if rows > 16:
+            raise torch.OutOfMemoryError
+        return Cost(7.0, rows / 100)
+
+    assert time_growing_batches(time_batch, 8, 64, 60.0) == Cost(7.0, 0.16)
+    with pytest.raises(torch.OutOfMemoryError):
+        time_growing_batches(time_batch, 32, 64, 60.0)
 
 
 def test_no_batch_is_timed_after_the_time() -> None:
@@ -79,20 +82,24 @@ def test_no_batch_is_timed_after_the_time() -> None:
     assert cost == Cost(7.0, 1 / 8)
 
 
-def test_passes_of_the_unet_grow_likewise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seconds per row: 1.0, 0.8, and 0.76, which is too little."""
-    seconds = {2: 2.0, 4: 3.2, 8: 6.08, 16: 1.0}
-    timed: list[int] = []
+def test_short_passes_are_timed_several_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row takes 0.1 seconds, so that a pass of two rows is short, and one of four is not."""
+    timed: list[tuple[int, int]] = []
+    rows_of: dict[object, int] = {}
 
-    def time_pass(kit: object, rows: int, repeats: int) -> float:
-        timed.append(rows)
-        return seconds[rows]
+    def pass_of(rows: int) -> Callable[[], None]:
+        act: Callable[[], None] = lambda: None  # noqa: E731
+        rows_of[act] = rows
+        return act
 
-    monkeypatch.setattr(engine, "unet_pass", lambda kit, rows: lambda: None)
-    monkeypatch.setattr(engine, "_seconds", time_pass)
-    cost = engine.unet_cost(None, 16)  # type: ignore[arg-type]
-    assert timed == [2, 4, 8]
-    assert cost.seconds == pytest.approx(0.76)
+    def time_pass(act: object, device: torch.device, repeats: int) -> float:
+        timed.append((rows_of[act], repeats))
+        return 0.1 * rows_of[act] + (0.05 if repeats == 1 else 0.0)
+
+    monkeypatch.setattr(engine, "median_seconds", time_pass)
+    cost = engine.cost_per_row(pass_of, torch.device("cpu"), 12)
+    assert timed == [(2, 1), (2, engine.REPEATS), (4, 1), (8, 1), (12, 1)]
+    assert cost.seconds == pytest.approx((0.1 * 12 + 0.05) / 12)
 
 
 @pytest.mark.flops
