@@ -7,10 +7,12 @@ Each row is a simulation of three clients with `osfl run`, in processes of its o
 """
 
 import json
+import multiprocessing
 import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +67,13 @@ def measured(settings: Settings, name: str) -> dict[str, float]:
 
 
 def estimated(settings: Settings) -> dict[str, float | None]:
-    """Return the same figures of the estimate; None for those that it does not have."""
+    """Return the same figures of an estimate in a process of its own, as the command's is."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(estimated_here, settings).result()
+
+
+def estimated_here(settings: Settings) -> dict[str, float | None]:
+    """Return the figures of an estimate; None for those that it does not have."""
     estimate: Estimate = estimate_run(config_of(settings))
     flops = [value for value in estimate.client_flops.values() if value]
     return {
