@@ -296,6 +296,7 @@ def _schema(section: Any, prefix: str, mark: ServerKey | None = None) -> Mapping
     for name, annotated in key_hints(section).items():
         key = prefix + name.replace("_", "-")
         kind = getattr(annotated, "__origin__", annotated)
+        # A name of its own, because mypy would take a narrowed `kind` for unhashable
         is_section = is_dataclass(kind)
         if is_section:
             marks = markers_of(annotated, ServerKey)
