@@ -1,4 +1,4 @@
-"""What guidance by a classifier costs beside the UNet."""
+"""Costs of guidance by a classifier, beside those of the UNet."""
 
 from dataclasses import replace
 from pathlib import Path
