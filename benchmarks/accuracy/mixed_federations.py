@@ -39,7 +39,7 @@ COMMON: Settings = {
     "synthesis.unit-size": 100,
 }
 PAPERS = ("FedLMG", "OSCAR", "FedDEO")
-# 37 bytes and 137, without training
+# About 140 bytes each, and nothing is trained
 CHEAP = ("votes", "prompts-domain")
 PURE: dict[str, Settings] = {name: SYSTEMS[name] for name in (*PAPERS, *CHEAP)}
 # The rows of mixed federations, and the rows whose mean each is compared with

@@ -84,11 +84,14 @@ def edit_noise(
 
 def rows_per_image(config: RunConfig, timesteps: Sequence[int]) -> int:
     """Return the UNet rows per image, with those of the edits and of the gradient."""
-    settings = config.fedcado
-    return rows_with_gradient(config.synthesis.steps + settings.noise_edits, settings)
+    return rows_with_gradient(_gradients(config), config.fedcado)
 
 
 def guidance_cost(config: RunConfig, kit: Kit, most: int) -> Cost:
     """Measure what an image's gradients cost beside the UNet."""
-    passes = config.synthesis.steps + config.fedcado.noise_edits
-    return gradient_cost(config, config.fedcado, kit, passes, most)
+    return gradient_cost(config, config.fedcado, kit, _gradients(config), most)
+
+
+def _gradients(config: RunConfig) -> int:
+    """Return the gradients per image: one for each edit of the noise, and for each step."""
+    return config.fedcado.noise_edits + config.synthesis.steps

@@ -224,5 +224,4 @@ def rows_per_image(config: RunConfig, timesteps: Sequence[int]) -> int:
 
 def guidance_cost(config: RunConfig, kit: Kit, most: int) -> Cost:
     """Measure what an image's gradients cost beside the UNet."""
-    passes = config.synthesis.steps
-    return gradient_cost(config, config.fedlmg, kit, passes, most)
+    return gradient_cost(config, config.fedlmg, kit, config.synthesis.steps, most)

@@ -67,6 +67,12 @@ def test_the_estimate_equals_sent_bytes_and_synthesized_images(
         assert estimated.sampling.seconds > 0
         assert estimated.sampling.flops > 0
         assert estimated.folder_bytes == pytest.approx(size, rel=0.2)
+        # The model is most of the folder
+        rows = [file for file in folder if "units" in file.parts or file.name == "manifest.jsonl"]
+        files = [*rows, *(file for file in folder if file.suffix == ".png")]
+        mean_size = sum(file.stat().st_size for file in files) / estimated.images
+        image_bytes = estimate.image_bytes(parse_run_config(config))
+        assert image_bytes == pytest.approx(mean_size, rel=0.3)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from osfl.kit.check import check_kit
 from osfl.kit.folder import KitError
 from osfl.kit.kits import kit_image_size
 from osfl.kit_training.untrained import new_tiny_decoder
+from osfl.models import diffusion
 from osfl.models.diffusion import load_kit, load_tiny_decoder
 
 
@@ -30,6 +31,16 @@ def test_a_tiny_decoder_is_of_the_kits_type(
     assert (images.dtype, images.shape) == (torch.float32, (2, 3, 32, 32))
     images.sum().backward()
     assert z.grad is not None
+
+
+def test_a_process_with_a_kit_keeps_freed_memory(
+    tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """tests/unit/util/test_costs.py shows the effect."""
+    calls: list[str] = []
+    monkeypatch.setattr(diffusion, "keep_freed_memory", lambda: calls.append("kept"))
+    load_kit(tiny_kit)
+    assert calls == ["kept"]
 
 
 def test_a_tiny_autoencoder_encodes_without_noise(tiny_autoencoder_kit: Path) -> None:
