@@ -42,7 +42,8 @@ EXPERIMENT = Experiment(
     ROWS,
     "Estimates of `osfl run --dry-run` beside what the run took, and by how many per cent they are "
     "too high: bytes and FLOPs of the client that sends or computes most, seconds of synthesis and "
-    "of training on the server, and bytes of the finished run's folder. "
+    "of training on the server, bytes of the finished run's folder, and peak bytes of the server's "
+    "memory. "
     f"{' '.join(as_arguments(COMMON))}; the program has each row's own settings.",
 )
 
@@ -63,6 +64,7 @@ def measured(settings: Settings, name: str) -> dict[str, float]:
         "synthesis": metrics["server"]["synthesis_seconds"],
         "training": sum(metrics["server"]["training_seconds"].values()),
         "folder": sum(file.stat().st_size for file in files),
+        "server's memory": 1e6 * metrics["server"]["peak_memory_mb"],
     }
 
 
@@ -82,6 +84,7 @@ def estimated_here(settings: Settings) -> dict[str, float | None]:
         "synthesis": estimate.sampling.seconds if estimate.sampling else None,
         "training": estimate.training.seconds if estimate.training else None,
         "folder": estimate.folder_bytes,
+        "server's memory": 1e6 * estimate.memory_mb if estimate.memory_mb else None,
     }
 
 

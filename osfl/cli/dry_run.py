@@ -121,6 +121,9 @@ def _show(
             f"the training of the global model on them: {human_flops(training.flops)}, about "
             f"{_duration(training.seconds)} on this machine"
         )
+    if estimate.memory_mb is not None:
+        memory = human_bytes(1e6 * estimate.memory_mb)
+        lines.append(f"the server's process needs about {memory} of memory")
     lines += _privacy_lines(config, estimate.noise)
     if config.client_contribution:
         times = config.training_clients + 1

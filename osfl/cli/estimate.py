@@ -33,7 +33,7 @@ from osfl.payload.kinds import Masked, Payload, kind_of
 from osfl.payload.masking import SHARE_BYTES
 from osfl.run_folder.report.page import human_bytes
 from osfl.settings import default_config
-from osfl.util.costs import Cost
+from osfl.util.costs import Cost, peak_memory_mb
 from osfl.util.devices import pick_device
 from server_app.app import check_server, estimate_disk_bytes
 from server_app.costs import branches, guidance_cost, noisy_mean, rows_per_image
@@ -82,6 +82,8 @@ class Estimate:
         sampling: costs of the diffusion model, which synthesizes and scores all images; None for a
             method without synthesis.
         training: costs of training the global models on the images; None likewise.
+        memory_mb: peak memory of the server's process and its GPU, in MB (1e6 bytes); None
+            likewise.
         noise: None if no client sends a noisy mean, or if the number of images is unknown.
         kinds: the kind of payload that each client of a mixed run sends.
     """
@@ -94,6 +96,7 @@ class Estimate:
     client_flops: Mapping[str, float | None]
     sampling: Cost | None
     training: Cost | None
+    memory_mb: float | None
     noise: Noise | None = None
     kinds: Mapping[str, str] = field(default_factory=dict)
 
@@ -119,11 +122,15 @@ def estimate_run(config: RunConfig, simulated: bool = True) -> Estimate:
     rounds = config.rounds.count if METHODS[config.method].rounds else 1
     uploads = {name: rounds * upload_bytes(name, client) for name, client in clients.items()}
     images = planned_images(config, clients.values())
-    sampling = training = folder_bytes = None
+    sampling = training = memory_mb = folder_bytes = None
     if METHODS[config.method].samples:
         sampling = sampling_cost(config, images, clients.values())
         training = training_cost(config, images)
         sent = sum(uploads.values())
+        # Sampling and training did in this process what the server does. It holds every payload
+        # twice: as it was received, and as the networks or conditions that it contains
+        held = 2 * sent + images_in_memory(config, images)
+        memory_mb = peak_memory_mb() + held / 1e6
         folder_bytes = sent + model_bytes(config) + images * image_bytes(config)
     is_known = simulated and is_mixed(config)
     return Estimate(
@@ -135,6 +142,7 @@ def estimate_run(config: RunConfig, simulated: bool = True) -> Estimate:
         client_flops={name: client_flops(client) for name, client in clients.items() if simulated},
         sampling=sampling,
         training=training,
+        memory_mb=memory_mb,
         noise=worst_noise(clients) if simulated else None,
         kinds={name: client.kind for name, client in clients.items() if is_known},
     )
@@ -289,6 +297,15 @@ def image_bytes(config: RunConfig) -> int:
     """Return the bytes of an image's file and of its lines in the manifest, on average."""
     side = kit_image_size(find_kit(config.sampling_kit))
     return round(PNG_SHARE * 3 * side**2) + MANIFEST_BYTES
+
+
+def images_in_memory(config: RunConfig, images: int) -> int:
+    """Return the bytes of the synthetic images that the server holds; 0 if they are in a file."""
+    # Imports torch and diffusers, which takes seconds
+    from server_app.synthesis.images import memory_for_pixels
+
+    size = 3 * images * config.data.image_size**2
+    return size if size <= memory_for_pixels() else 0
 
 
 def synthesized_labels(client: Client) -> list[int]:

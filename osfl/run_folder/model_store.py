@@ -45,14 +45,17 @@ class ModelStore(JobFiles):
         record: dict[str, Any],
         metadata: Mapping[str, str] | None = None,
     ) -> None:
-        """Store a global model, then its record with the checksum.
+        """Store a global model, then its record with the checksum and this process's peak memory.
 
         Args:
             metadata: the model's description (`osfl.inference.description`).
         """
+        from osfl.util.costs import peak_memory_mb
+
         (self.path / "models" / f"{name}.json").unlink(missing_ok=True)
         digest = self.write_weights(f"models/{name}.safetensors", state, metadata)
-        self.write_json(f"models/{name}.json", {**record, "sha256": digest})
+        costs = {"peak_memory_mb": peak_memory_mb()}
+        self.write_json(f"models/{name}.json", {**record, **costs, "sha256": digest})
         self._checkpoint_file(name).unlink(missing_ok=True)
 
     def store_checkpoint(self, name: str, inputs: str, state: Mapping[str, Any]) -> None:

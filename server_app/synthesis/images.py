@@ -194,8 +194,7 @@ def _make_and_read(job: ServerJob, works: Sequence[Work], units: list[Unit]) -> 
     """
     size = job.config.data.image_size
     total = sum(len(unit.jobs) for unit in units)
-    memory = psutil.virtual_memory().available // MEMORY_SHARE
-    pixels = allocate_pixels((total, 3, size, size), memory, job.folder.path)
+    pixels = allocate_pixels((total, 3, size, size), memory_for_pixels(), job.folder.path)
     for _ in range(ATTEMPTS):
         count = _Count(job, total)
         for work in works:
@@ -210,6 +209,11 @@ def _make_and_read(job: ServerJob, works: Sequence[Work], units: list[Unit]) -> 
         f"{job.folder.path}: images that were written {ATTEMPTS} times cannot be read; check the "
         "disk"
     )
+
+
+def memory_for_pixels() -> int:
+    """Return the bytes of pixels that are held in memory; more of them are in a file."""
+    return int(psutil.virtual_memory().available) // MEMORY_SHARE
 
 
 def _read_all(job: ServerJob, units: list[Unit], pixels: torch.Tensor) -> list[Unit]:

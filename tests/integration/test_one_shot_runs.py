@@ -40,6 +40,7 @@ from osfl.payload import wire
 from osfl.payload.kinds import Payload
 from osfl.payload.messages import COST_KEYS, pack_payload, unpack_bytes
 from osfl.payload.v1 import payload_pb2 as pb
+from osfl.run_folder.report.page import human_bytes
 from osfl.util.prompts import DIGITS
 from osfl.util.seeds import seed_of
 from server_app.app import run_job
@@ -184,6 +185,8 @@ def test_every_method_makes_its_round_trip(
             len({(folder / "models" / f"{name}.safetensors").read_bytes() for name in models}) == 3
         )
     page = (folder / "report.html").read_text()
+    memory = human_bytes(1e6 * result["server"]["peak_memory_mb"])
+    assert f"{memory} of peak memory" in page
     assert "http" not in page.replace("http-equiv", "")  # opens offline
     assert json.loads((folder / "status.json").read_text())["phase"] == "finished"
     # A finished job asks no client to train again, whatever it has sent or synthesized

@@ -382,6 +382,7 @@ def _server(run: RunFolder) -> dict[str, Any]:
     images = sum(timing["images"] for timing in timings)
     seconds = sum(timing["seconds"] for timing in timings)
     models = {file.stem: _json(file) for file in run.model_records()}
+    memory = [record["peak_memory_mb"] for record in models.values() if "peak_memory_mb" in record]
     return {
         "synthetic_images": sum(1 for _ in _lines(run.manifest_file)),
         "seconds_per_image": seconds / images if images else None,
@@ -391,6 +392,8 @@ def _server(run: RunFolder) -> dict[str, Any]:
         "trained_images": {
             name: record["images"] for name, record in models.items() if "images" in record
         },
+        # Of the server's process, until its last model; earlier versions did not store it
+        "peak_memory_mb": max(memory, default=None),
     }
 
 
@@ -445,6 +448,7 @@ def are_metrics(metrics: Mapping[str, Any]) -> bool:
     texts = [*metrics["not_tested"], *withheld, *warnings, *metrics["versions"].values()]
     server = metrics["server"]
     seconds = server.get("seconds_per_image", "")
+    memory = server.get("peak_memory_mb")
     return (
         all(isinstance(text, str) for text in texts)
         and all("average" in row for row in accuracy.values())
@@ -452,6 +456,7 @@ def are_metrics(metrics: Mapping[str, Any]) -> bool:
         and all(map(_is_number, metrics["over_images"].values()))
         and isinstance(server.get("synthetic_images"), int)
         and (seconds is None or _is_number(seconds))
+        and (memory is None or _is_number(memory))
     )
 
 

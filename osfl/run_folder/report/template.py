@@ -231,7 +231,7 @@ TEMPLATE = (
 {% endfor %}
 </table></div></details>
 <p class="note">Upload is the serialized payload{% if m.payloads_from %}, which was sent in job {{ m.payloads_from }}, as images, seconds, compute and memory are of that job{% endif %}. Download is the parts of the kit that the client needs, and the global models. Server:
-{{ "%.1f"|format(m.server.synthesis_seconds) }} s of synthesis, summed over the work units, which may run in parallel{% for name, s in m.server.training_seconds.items() %}, {{ "%.1f"|format(s) }} s of training {{ name }}{% if name in m.server.trained_images %} on {{ "{:,}".format(m.server.trained_images[name]) }} images{% endif %}{% endfor %}.</p>
+{{ "%.1f"|format(m.server.synthesis_seconds) }} s of synthesis, summed over the work units, which may run in parallel{% for name, s in m.server.training_seconds.items() %}, {{ "%.1f"|format(s) }} s of training {{ name }}{% if name in m.server.trained_images %} on {{ "{:,}".format(m.server.trained_images[name]) }} images{% endif %}{% endfor %}{% if m.server.peak_memory_mb %}, {{ (m.server.peak_memory_mb * 1e6)|bytes }} of peak memory{% endif %}.</p>
 {% if m.sends %}
 <h2>What left the clients</h2>
 <p class="note">{% if m.payloads_from %}In this run no client sent a payload. In job <code>{{ m.payloads_from }}</code> each had sent {{ m.sends }}.{% else %}Each client sent {{ m.sends }}.{% endif %} {% if m.epsilons and m.epsilons[0] > 0 %}Without the protection by differential privacy, it would reveal{% else %}It reveals{% endif %} {{ m.reveals }}.

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 
 from client_app.app import app as client_app
 from client_app.privacy.mechanisms import private_mean
-from osfl.cli import dry_run, estimate
+from osfl.cli import dry_run, estimate, training_costs
 from osfl.cli.main import app as cli
 from osfl.cli.run_clients import Client
 from osfl.config import parse_run_config
@@ -22,7 +23,7 @@ from osfl.util.costs import Cost
 from server_app.app import run_job
 from server_app.costs import NoisyMean, noisy_mean, rows_per_image
 from server_app.expected import shapes_of_kit
-from server_app.synthesis import engine
+from server_app.synthesis import engine, images
 from tests.helpers.gaussian_mechanism import least_sigma
 from tests.helpers.loop_grid import LoopGrid
 from tests.helpers.settings import quick
@@ -61,7 +62,7 @@ def test_the_estimate_equals_sent_bytes_and_synthesized_images(
     size = sum(file.stat().st_size for file in folder)
     assert size < estimated.disk_bytes
     if method in SAMPLES_NOTHING:
-        assert estimated.sampling is estimated.folder_bytes is None
+        assert estimated.sampling is estimated.folder_bytes is estimated.memory_mb is None
     else:
         assert estimated.sampling is not None
         assert estimated.sampling.seconds > 0
@@ -153,6 +154,24 @@ def test_judging_is_part_of_the_samplings_cost(
     assert share == pytest.approx((drawn + judged) / drawn)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("room", "pixels"), [(6000, 0), (61440, 61440)])
+def test_the_server_holds_payloads_twice_and_images_for_which_there_is_room(
+    room: int, pixels: int, tiny_kit: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two clients' images of ten classes have 2 * 10 * 4 * 3 * 16 * 16 = 61,440 bytes."""
+    monkeypatch.setattr(estimate, "sampling_cost", lambda *_: Cost(0.0, 0.0))
+    monkeypatch.setattr(training_costs, "training_cost", lambda *_: None)
+    monkeypatch.setattr(estimate, "peak_memory_mb", lambda: 1000.0)
+    monkeypatch.setattr(images, "memory_for_pixels", lambda: room)
+    settings = quick(method="feddeo", kit=str(tiny_kit), synthesis__images_per_class=4)
+    estimated = estimate.estimate_run(parse_run_config(settings))
+    sent = sum(estimated.uploads.values())
+    assert sent > 1000
+    assert estimated.memory_mb is not None
+    assert 1e6 * estimated.memory_mb == pytest.approx(1e9 + 2 * sent + pixels, abs=1)
+
+
 def arguments(kit: Path, **overrides: object) -> list[str]:
     from tests.helpers.system_tools import quick_arguments
 
@@ -173,6 +192,7 @@ def test_a_dry_run_shows_and_leaves_nothing(
     assert "the training of the global model on them: " in result.output
     assert "workers like it" not in result.output
     assert "the run's folder has about " in result.output
+    assert re.search(r"the server's process needs about [\d.e+]+ [MG]B of memory", result.output)
     assert not (home / "runs").exists()
     # How much deflating saves is known when it is done
     deflated = CliRunner().invoke(cli, arguments(tiny_kit, method="feddeo", payload_codec="int4"))

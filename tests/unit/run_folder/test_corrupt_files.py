@@ -412,6 +412,7 @@ def test_the_commands_name_what_is_damaged(run: Path, tmp_path: Path) -> None:
         (("clients", "client-0", "upload_bytes"), "3"),
         (("server", "synthetic_images"), "20"),
         (("server", "seconds_per_image"), {}),
+        (("server", "peak_memory_mb"), "much"),
         (("not_tested",), [1]),
         (("warnings",), "text"),
         (("warnings",), [{}]),
