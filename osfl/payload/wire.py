@@ -273,9 +273,9 @@ def _read_joint(
     parts: dict[str, Payload] = {}
     for blob, part in zip(body.part, expected.parts, strict=True):
         try:
-            # The limit is that of the whole message
-            limited = replace(part, max_bytes=expected.max_bytes)
-            payload = cast(Payload, decode(blob, limited))
+            # Limit and job are those of the whole message, which may be of an earlier run
+            in_message = replace(part, max_bytes=expected.max_bytes, job=expected.job)
+            payload = cast(Payload, decode(blob, in_message))
         except PayloadError as error:
             raise refuse(f"{part.method}: {error.field}", error.problem) from None
         if payload.classes != classes:

@@ -103,6 +103,20 @@ def test_a_later_client_gives_the_model_of_a_run_of_all(
     assert record.jobs == {"client-0": "first", "client-1": "first", "client-2": "second"}
 
 
+def test_joint_payloads_are_carried(home: Path, tiny_kit: Path) -> None:
+    """Each of a message's parts names the job that it was made for, as the message does."""
+    config = quick(method="mixed", kit=str(tiny_kit))
+    config["mixed.methods"] = "prompts-domain+fedcgs"
+    play(config, nodes(2), "first")
+    larger = {**config, "num-clients": 3}
+    assert play({**larger, "continue-from": "first"}, nodes(3), "second") == {2}
+    assert play(larger, nodes(3), "all") == {0, 1, 2}
+    assert_same_models(home / "runs" / "second", home / "runs" / "all")
+    reusing = {**larger, "payloads-from": "second"}
+    assert play(reusing, nodes(3), "reusing") == set()
+    assert_same_models(home / "runs" / "reusing", home / "runs" / "all")
+
+
 def check_history(home: Path) -> None:
     """The report of the third version shows the second, and says that the first is gone."""
     version = metrics(home, "third")["version"]
