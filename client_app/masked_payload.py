@@ -91,7 +91,7 @@ def _numbers(
         # The error reveals that a number is too large, and nothing else about the images
         raise PublicConfigError(str(error)) from None
     if config.epsilon and any(name in NOISY_TENSORS for name in shapes):
-        numbers += _noise(folder).draw(layout, config, roster.threshold)
+        numbers += _noise(folder).draw(layout, config, roster.smallest_sum)
     return numbers
 
 

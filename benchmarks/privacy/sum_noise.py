@@ -21,7 +21,6 @@ from benchmarks.privacy.accuracy_by_epsilon import (
     job_of,
     trained,
 )
-from osfl.config import lowest_threshold
 from osfl.methods import METHODS, client_module
 from osfl.payload.kinds import Payload
 from osfl.payload.summands import from_sums, to_summands
@@ -38,9 +37,8 @@ EXPERIMENT = Experiment(
     f"Top-1 accuracy (%) on the digits' test images, mean of the six domains; one seed, and one "
     f"draw of the noise. Six clients with {COUNT} images of each class. Each client's noise: every "
     f"mean of a client has ε = {EPSILON:g} by itself. The sum's: the sum of the clients' numbers "
-    f"has it, if at least {lowest_threshold(len(CLIENTS))} of them add their share. As many images "
-    "are drawn from the sum as from six payloads. The recipe is that of "
-    "benchmarks.privacy.accuracy_by_epsilon.",
+    "has it, if all six deliver. As many images are drawn from the sum as from six payloads. The "
+    "recipe is that of benchmarks.privacy.accuracy_by_epsilon.",
 )
 
 
@@ -51,7 +49,6 @@ def summed(mechanism: Settings) -> Settings:
         **mechanism,
         "secure-sum": True,
         "num-clients": len(CLIENTS),
-        "min-clients": lowest_threshold(len(CLIENTS)),
         "secure-sum-images": COUNT * CLASSES,
         "synthesis.images-per-class": images,
     }
@@ -71,7 +68,7 @@ def sum_payloads(mechanism: Settings, epsilon: float) -> dict[str, bytes]:
         images = [COUNT] * len(payload.classes)
         total += layout.quantize(to_summands(payload, classes, images, 0))
         if epsilon:
-            total += job.sum_noise.draw(layout, config, config.needed_clients)
+            total += job.sum_noise.draw(layout, config, len(CLIENTS))
     kind = METHODS[config.method].payload or ""
     sums = layout.dequantize(total)
     payloads = from_sums(kind, sums, classes, len(CLIENTS), layout)

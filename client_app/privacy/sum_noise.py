@@ -1,8 +1,9 @@
 """Noise that the clients of a secure sum add together, once for the federation.
 
 Each client adds discrete Gaussian noise to its integers before it masks them. In the sum of t
-clients the noises add up to that of the guarantee; the server sees nothing else. Noise in integers
-avoids the attack on the rounding of floating-point noise (Mironov, 2012).
+clients the noises add up to that of the guarantee. t is the size of the smallest sum that any
+server can open (`Roster.smallest_sum`), so that larger sums have more noise than they need. Noise
+in integers avoids the attack on the rounding of floating-point noise (Mironov, 2012).
 
 A sum of integers with the sensitivity D in Euclidean norm, to which t clients add independent
 discrete Gaussians N_Z(0, s^2)^d, is e^2/2-concentrated differentially private (Kairouz, Liu &
@@ -58,11 +59,11 @@ class SumNoise:
         file = folder / _RECORD
         return cls(**read_record(file)) if file.exists() else None
 
-    def draw(self, layout: Layout, config: RunConfig, threshold: int) -> Numbers:
+    def draw(self, layout: Layout, config: RunConfig, contributors: int) -> Numbers:
         """Draw a client's share of the noise, for all its integers; 0 where none is needed.
 
         Args:
-            threshold: t, the number of clients whose noises together make the guarantee.
+            contributors: t, the number of clients whose noises together make the guarantee.
 
         Raises:
             ConfigError: the integers are too coarse for the noise, or the noise exceeds them.
@@ -70,12 +71,12 @@ class SumNoise:
         noise = np.zeros(layout.size, dtype=np.uint32)
         for name in NOISY_TENSORS:
             if name in layout.shapes:
-                deviation = self.deviation(layout, name, config, threshold)
+                deviation = self.deviation(layout, name, config, contributors)
                 place = layout.place(name)
                 noise[place] = discrete_gaussians(deviation, place.stop - place.start)
         return noise
 
-    def deviation(self, layout: Layout, name: str, config: RunConfig, threshold: int) -> int:
+    def deviation(self, layout: Layout, name: str, config: RunConfig, contributors: int) -> int:
         """Return the standard deviation s of a client's noise, in integers.
 
         It depends on settings alone, because the noises of all clients must be alike.
@@ -93,7 +94,7 @@ class SumNoise:
         # D of theorem 1: replacing an image moves the sum by at most twice the clipping bound
         sensitivity = 2 * self.limit / step + rounding * math.sqrt(width)
         total = sum_multiplier(config.epsilon, config.delta) * sensitivity
-        deviation = math.ceil(total / math.sqrt(threshold))
+        deviation = math.ceil(total / math.sqrt(contributors))
         if deviation < MIN_DEVIATION:
             raise ConfigError(
                 f"secure-sum-images = {config.secure_sum_images}: the numbers of the sum are too "

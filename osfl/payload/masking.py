@@ -83,6 +83,14 @@ class Roster:
         text = json.dumps(["osfl secure sum 1", self.job, self.threshold, self.settings, keys])
         return hashlib.sha256(text.encode()).digest()
 
+    @property
+    def smallest_sum(self) -> int:
+        """Return the fewest members whose sum a server can open (`lowest_threshold`): 2 t - m.
+
+        It is t if the server names the same absent members to all.
+        """
+        return 2 * self.threshold - len(self.keys)
+
     def check(self) -> None:
         """Check that no single client's numbers can be opened by these rules.
 
