@@ -23,6 +23,10 @@ from osfl.config import RunConfig
 from osfl.kit.kits import kit_image_size
 from osfl.models.diffusion import load_kit_autoencoder
 from osfl.payload.kinds import LatentStatistics
+from osfl.payload.wire import MAX_MAGNITUDE
+
+# Of a latent: its square and as large a variance stay below the limit of a mean
+LARGEST_MEAN = (0.4 * MAX_MAGNITUDE) ** 0.5
 
 
 def make_payload(job: ClientJob) -> LatentStatistics:
@@ -48,5 +52,8 @@ def class_moments(latents: torch.Tensor, config: RunConfig) -> tuple[torch.Tenso
         return latents.sum(dim=0), latents.square().sum(dim=0)
     private = private_gaussian(latents.flatten(1), config, "diag", components=1)
     mean, variance = (part[0].double().view(latents.shape[1:]) for part in private[1:])
+    # Noise must not push them beyond what a server accepts of a mean; this reveals nothing more
+    mean = mean.clamp(-LARGEST_MEAN, LARGEST_MEAN)
+    variance = variance.clamp(max=LARGEST_MEAN**2)
     count = len(latents)
     return count * mean, count * (variance + mean.square())

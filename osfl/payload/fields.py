@@ -67,6 +67,7 @@ class Values(Enum):
     VARIANCES = "a variance below zero"
     DEVIATIONS = "a standard deviation below zero"
     COUNTS = "must be at least 1, and no more than 1,000,000,000"
+    SUMS = "a sum over images whose mean, by the payload's counts, is beyond 1e6"
     LABELS = "must be the labels of the payload's classes, each at least once"
 
 
@@ -121,6 +122,8 @@ def fields_of(kind: type) -> Mapping[str, Field]:
             f"payload {kind.__name__}: it requires a tensor with "
             'Shape("images"), whose length is the number of images'
         )
+    if "counts" not in declared and any(Values.SUMS in field.values for field in declared.values()):
+        raise TypeError(f"payload {kind.__name__}: sums over images require a field `counts`")
     return declared
 
 

@@ -89,8 +89,8 @@ class LatentStatistics:
 
     classes: tuple[str, ...]
     counts: Annotated[torch.Tensor, Shape("classes", dtype=torch.int64), Values.COUNTS]
-    sums: Annotated[torch.Tensor, Shape("classes", "c", "h", "w")]
-    squares: Annotated[torch.Tensor, Shape("classes", "c", "h", "w")]
+    sums: Annotated[torch.Tensor, Shape("classes", "c", "h", "w"), Values.SUMS]
+    squares: Annotated[torch.Tensor, Shape("classes", "c", "h", "w"), Values.SUMS]
 
 
 @dataclass(frozen=True)
@@ -144,9 +144,9 @@ class FeatureStatistics:
 
     classes: tuple[str, ...]
     counts: Annotated[torch.Tensor, Shape("classes", dtype=torch.int64), Values.COUNTS]
-    sums: Annotated[torch.Tensor, Shape("classes", "f")]
+    sums: Annotated[torch.Tensor, Shape("classes", "f"), Values.SUMS]
     # The moments on and above the diagonal, row by row; None in a run with a lossy codec
-    triangle: Annotated[torch.Tensor | None, Shape("t")] = None
+    triangle: Annotated[torch.Tensor | None, Shape("t"), Values.SUMS] = None
     # There in their place, in the same order: R of the scatter within the classes R^T R. It has two
     # dimensions, because codecs leave tensors of one as they are
     factor: Annotated[torch.Tensor | None, Shape(1, "r")] = None

@@ -25,7 +25,9 @@ from osfl.payload.wire_scan import ScanError, scan
 from osfl.util.text import sanitize
 
 VERSION = 1
+# Of a number, or of the mean over the images of a sum
 MAX_MAGNITUDE = 1e6
+MAX_COUNT = 10**9
 # Characters of a caption or a name
 MAX_TEXT = 300
 # With a single character beyond this one, Python stores a text at four bytes per character
@@ -382,8 +384,9 @@ def _check_values(payload: Payload, expected: Expected, refuse: "Refuse") -> Non
         match declared.form:
             case Form.TENSOR if value is not None:
                 labels = [expected.classes.index(c) for c in payload.classes]
+                counts = getattr(payload, "counts", None)
                 for rule in declared.values:
-                    if not _satisfies(value, rule, labels):
+                    if not _satisfies(value, rule, labels, counts):
                         raise refuse(name, rule.value)
             case Form.STATE:
                 for tensor, numbers in value.items():
@@ -397,18 +400,27 @@ def _check_values(payload: Payload, expected: Expected, refuse: "Refuse") -> Non
                     raise refuse(name, f"{value!r}; a {kind.__name__.lower()} must have a {name}")
 
 
-def _satisfies(numbers: torch.Tensor, rule: Values, labels: list[int]) -> bool:
+def _satisfies(
+    numbers: torch.Tensor, rule: Values, labels: list[int], counts: torch.Tensor | None
+) -> bool:
     """Return whether a tensor satisfies a constraint.
 
     Args:
         labels: those of the payload's classes.
+        counts: the images of each class that the payload states, if it states them.
     """
     match rule:
         case Values.SHARES:
             sums = numbers.sum(dim=-1)
             return not bool((numbers < 0).any() or ((sums - 1).abs() > 1e-3).any())
         case Values.COUNTS:
-            return not bool((numbers < 1).any() or (numbers > 10**9).any())
+            return not bool((numbers < 1).any() or (numbers > MAX_COUNT).any())
+        case Values.SUMS:
+            assert counts is not None, "fields_of requires counts beside sums"
+            # A tensor of one dimension is a sum over all classes
+            images = counts.double() if numbers.dim() > 1 else counts.sum().double()[None]
+            largest = numbers.double().abs().reshape(len(images), -1).amax(dim=1)
+            return bool((largest <= MAX_MAGNITUDE * images).all())
         case Values.LABELS:
             return bool(numbers.unique().tolist() == labels)
         case Values.VARIANCES | Values.DEVIATIONS:
@@ -570,6 +582,9 @@ def _read(
         tensors[name] = _read_tensor(
             message, _resolve(shape, {}), dtype, codec_of(codec, shape, dtype, declared), refuse
         )
+        # A sum is held against its images later (Values.SUMS)
+        largest = MAX_MAGNITUDE * (MAX_COUNT if Values.SUMS in declared.values else 1)
+        _check_finite(name, tensors[name], largest, refuse)
     if missing := [name for name in expected if name not in tensors]:
         raise refuse(
             "tensors",
@@ -582,7 +597,7 @@ def _read(
 def _read_tensor(
     message: pb.Tensor, shape: tuple[int, ...], dtype: torch.dtype, codec: str, refuse: Refuse
 ) -> torch.Tensor:
-    """Return a tensor after checking its shape, dtype, codec, length and values."""
+    """Return a tensor after checking its shape, dtype, codec and length."""
     name = message.name
     code = _DTYPES[dtype][0]
     if len(message.shape) != len(shape) or tuple(message.shape) != shape:
@@ -592,8 +607,6 @@ def _read_tensor(
     if message.codec != _CODECS[codec]:
         raise refuse(name, f"codec {message.codec}; expected {pb.Codec.Name(_CODECS[codec])}")
     array = _numbers(message, math.prod(shape), dtype, codec, refuse).reshape(shape)
-    if dtype.is_floating_point and array.size:
-        _check_finite(name, array, refuse)
     # An array over protobuf's own bytes is read-only
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 
@@ -612,14 +625,15 @@ def _numbers(
     return np.frombuffer(message.data, _DTYPES[dtype][1])
 
 
-def _check_finite(name: str, array: np.ndarray, refuse: Refuse) -> None:
+def _check_finite(name: str, tensor: torch.Tensor, largest: float, refuse: Refuse) -> None:
+    """Check that a tensor's real numbers are finite, and at most `largest` in magnitude."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return
     # Both are NaN if any number is. No temporary array of the same size is needed.
+    array = tensor.numpy()
     low = float(array.min())
     high = float(array.max())
     if not math.isfinite(low) or not math.isfinite(high):
         raise refuse(name, "contains NaN or infinity")
-    if max(-low, high) > MAX_MAGNITUDE:
-        raise refuse(
-            name,
-            f"contains a number beyond {MAX_MAGNITUDE:g}; no trained weight is that large",
-        )
+    if max(-low, high) > largest:
+        raise refuse(name, f"contains a number beyond {largest:g}; no trained weight is that large")

@@ -14,6 +14,7 @@ from client_app.methods import latent_gaussian as client_half
 from client_app.privacy import mechanisms
 from osfl.config import ConfigError, parse_run_config
 from osfl.models.diffusion import load_kit
+from osfl.payload import wire
 from osfl.payload.kinds import LatentStatistics
 from osfl.payload.wire import PayloadError
 from osfl.util.pixels import to_uint8
@@ -50,6 +51,20 @@ def test_a_client_sends_the_moments_of_its_latents(tiny_kit: Path, tmp_path: Pat
     np.testing.assert_allclose(payload.sums, sums, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(payload.squares, squares, rtol=1e-4, atol=1e-5)
     check_plausible(payload, "a", parse_run_config(quick(method="latent-gaussian")))
+
+
+@pytest.mark.parametrize(("images_of_class", "epsilon"), [(1, 0.1), (50, 1.0)])
+def test_a_server_accepts_the_noise_of_large_latents(images_of_class: int, epsilon: float) -> None:
+    """Stable Diffusion's at 512 px. A refused payload would have spent its epsilon for nothing."""
+    latents = torch.randn(images_of_class, 4, 64, 64, generator=generator_of(0, "latents"))
+    config = parse_run_config(quick(method="latent-gaussian", epsilon=epsilon))
+    moments = client_half.class_moments(latents.double(), config)
+    sums, squares = (moment.float()[None] for moment in moments)
+    payload = LatentStatistics(("zero",), torch.tensor([images_of_class]), sums, squares)
+    encoded = wire.encode(payload, "latent-gaussian", "job", "a")
+    accepted = wire.decode_trusted(encoded, "latent-gaussian", ("zero",))
+    assert isinstance(accepted, LatentStatistics)
+    check_plausible(accepted, "a", config)
 
 
 def test_a_guarantee_clips_latents_and_keeps_their_moments(

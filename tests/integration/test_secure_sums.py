@@ -337,8 +337,8 @@ def test_the_sum_has_the_noise_of_one_guarantee(
     expected = math.sqrt(sum(deviation**2 for deviation in deviations))
     assert len(deviations) == 4
     assert len(set(deviations)) == 1
-    # Of four members three must deliver. A server that tells each of two pairs that one of the other
-    # pair is absent opens the sum of each pair, whose noise must make the guarantee
+    # Of four members three must deliver. A server that tells each of two pairs that one of the
+    # other pair is absent opens the sum of each pair, whose noise must make the guarantee
     assert shares == {2}
     assert noise.std() == pytest.approx(expected, rel=5 / math.sqrt(2 * len(noise)))
     assert metrics(home, "noisy")["epsilons"] == [8.0]

@@ -19,6 +19,7 @@ from osfl.payload.kinds import (
     Captions,
     Classifier,
     Descriptions,
+    FeatureStatistics,
     Payload,
 )
 from osfl.payload.messages import COST_KEYS, pack_payload, unpack_payload
@@ -262,6 +263,48 @@ def test_costs_may_be_missing_with_a_guarantee_alone() -> None:
         unpack_payload(pack_payload(b"x", {**private, "epsilon": 0.0}), DESCRIPTIONS)
     with pytest.raises(wire.PayloadError, match="'delta' is missing"):
         unpack_payload(pack_payload(b"x", {"resent": 0.0, "epsilon": 1.0}), DESCRIPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "most"),
+    [
+        # Two images of the first class, three of the second
+        ("sums", 0, 2e6),
+        ("squares", 1, 3e6),
+    ],
+)
+def test_a_sum_may_be_as_large_as_its_images_allow(name: str, row: int, most: float) -> None:
+    statistics, tensors = KINDS["latent-gaussian"]
+    expected = wire.Expected("latent-gaussian", "job-1", "client-0", CLASSES, 10_000, tensors)
+
+    def with_largest(value: float) -> bytes:
+        changed = getattr(statistics, name).clone()
+        changed[row, 0, 1, 0] = -value if name == "sums" else value
+        return blob(replace(statistics, **{name: changed}), expected)
+
+    wire.decode(with_largest(most), expected)
+    with pytest.raises(wire.PayloadError, match=f"{name}: .*whose mean, .* is beyond 1e6"):
+        wire.decode(with_largest(1.001 * most), expected)
+
+
+def test_moments_may_be_as_large_as_all_images_allow() -> None:
+    """One triangle for all classes, of five images."""
+    tensors = {
+        "counts": (("classes",), torch.int64),
+        "sums": (("classes", 2), torch.float32),
+        "triangle": ((3,), torch.float32),
+    }
+    expected = wire.Expected("fedcgs", "job-1", "client-0", CLASSES, 10_000, tensors)
+
+    def with_largest(value: float) -> bytes:
+        triangle = torch.tensor([value, 0.0, 1.0])
+        counts = torch.tensor([2, 3])
+        statistics = FeatureStatistics(("cat", "emu"), counts, torch.ones(2, 2), triangle)
+        return blob(statistics, expected)
+
+    wire.decode(with_largest(5e6), expected)
+    with pytest.raises(wire.PayloadError, match="triangle: .*whose mean, .* is beyond 1e6"):
+        wire.decode(with_largest(5.001e6), expected)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
