@@ -1,5 +1,6 @@
 """List the parts of each kit that a run uses, and the models that it starts from."""
 
+import hashlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -7,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 
 from osfl.config import ClassifierConfig, RunConfig, all_parts, loads_clip, split_names
-from osfl.kit.digests import uncached_bytes
+from osfl.kit.digests import file_sha256, uncached_bytes
 from osfl.kit.folder import KitError
 from osfl.kit.kits import file_digests, find_kit, initial_weights_file, loaded_files
 from osfl.methods import (
@@ -255,6 +256,22 @@ def digests_by_step(
         digests[step] = {}
         with suppress(FileNotFoundError, KitError):
             digests[step] = file_digests(find_kit(kit), parts, progress)
+    return digests
+
+
+def outside_digests(config: RunConfig) -> dict[str, str]:
+    """Return the SHA-256 of every model outside the kits that a run loads from a path, by its key.
+
+    A model of the hub is named with its revision.
+    """
+    digests = {}
+    for model in run_models(config):
+        path = Path(model.source)
+        if model.source in (config.kit, config.sampling_kit) or not path.is_absolute():
+            continue
+        files = [path] if path.is_file() else sorted(path.rglob("*"))
+        lines = [f"{file_sha256(file)} {file.name}\n" for file in files if file.is_file()]
+        digests[model.key] = hashlib.sha256("".join(lines).encode()).hexdigest()
     return digests
 
 

@@ -51,7 +51,7 @@ from osfl.config import (
     sends_payloads,
 )
 from osfl.config.toml import read_toml
-from osfl.kit.used_parts import digests_by_step
+from osfl.kit.used_parts import digests_by_step, outside_digests
 from osfl.settings import (
     RECOMMENDED,
     UnseenDataError,
@@ -79,6 +79,8 @@ SECTIONS = ("common", "rows", "grid", "published", "lacks")
 STRING_KEYS = ("extends", "title", "source", "reference")
 # The global models of FedCADO and FedLMG
 MODELS = ("FT", "MD", "SD")
+# Keys of runs that begin with what another run left
+_BEGINNINGS = ("payloads-from", "continue-from", "continue-from-model", "replace-clients")
 # Keys that the table sets for every run
 RESERVED = ("job-id", "runs-dir", "seed")
 
@@ -144,12 +146,16 @@ def _cell(table: str, row: str, settings: tuple[str, ...], seed: int) -> Cell:
         # A job may change its adaptation and test again; in a table these are different cells
         if key not in NOT_IDENTITY
         or (config.personalization.steps and key.startswith("personalization."))
+        # So are runs that begin with what others left
+        or (value and key in _BEGINNINGS)
     }
     kits = digests_by_step(config)
-    digest = _digest([identity, kits])[:8]
+    outside = outside_digests(config)
+    digest = _digest([identity, kits, *([outside] if outside else [])])[:8]
     name = re.sub(r"[^A-Za-z0-9_]+", "-", f"{table}-{row}").strip("-")[:45]
     payload_key = ""
-    if sends_payloads(config):
+    may_share = not (config.secure_sum or config.payloads_from or config.continue_from)
+    if sends_payloads(config) and may_share:
         shaping = [payload_settings(config), kits.get("payloads", {}), config.sealing_key]
         payload_key = _digest(shaping)
     return Cell(row, seed, f"{name}-s{seed}-{digest}", settings, payload_key)

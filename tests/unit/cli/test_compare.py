@@ -76,13 +76,42 @@ def test_cells_are_rows_times_seeds_with_all_their_settings(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("setting", "same"),
-    [("personalization.steps=9", False), ("personalization.lr=0.5", True), ("deadline=9", True)],
+    [
+        ("personalization.steps=9", False),
+        ("personalization.lr=0.5", True),
+        ("deadline=9", True),
+    ],
 )
 def test_a_row_that_adapts_is_another_run(tmp_path: Path, setting: str, same: bool) -> None:
     """Keys that may change in a run with a job id of its own, but for adaptation."""
     first = read_table(write(tmp_path)).cells()[0]
     changed_cell = read_table(write(tmp_path), [setting]).cells()[0]
     assert (first.job_id == changed_cell.job_id) == same
+
+
+def test_a_row_with_other_weights_under_the_same_name_is_another_run(tmp_path: Path) -> None:
+    weights = tmp_path / "weights.safetensors"
+    ids = []
+    for content in (b"first", b"second", b"first"):
+        weights.write_bytes(content)
+        settings = [f"global-model.init={weights}", "global-model.architecture=resnet18"]
+        ids.append(read_table(write(tmp_path), settings).cells()[0].job_id)
+    assert ids[0] == ids[2] != ids[1]
+
+
+@pytest.mark.parametrize(
+    "setting", ["secure-sum=true", "continue-from=/runs/a", "payloads-from=/runs/a"]
+)
+def test_rows_that_cannot_reuse_payloads_share_none(
+    tmp_path: Path, tiny_kit: Path, setting: str
+) -> None:
+    """Rows that differ in the synthesis alone; they are not those without the key either."""
+    table = '[common]\nmethod = "oscar"\n[rows.a]\n[rows.b]\nsynthesis.steps = 9\n'
+    alone = read_table(write(tmp_path, table), [f"kit={tiny_kit}"], seeds="0").cells()
+    assert alone[0].payload_key == alone[1].payload_key != ""
+    cells = read_table(write(tmp_path, table), [f"kit={tiny_kit}", setting], seeds="0").cells()
+    assert [cell.payload_key for cell in cells] == ["", ""]
+    assert not {cell.job_id for cell in cells} & {cell.job_id for cell in alone}
 
 
 def test_a_grid_multiplies_the_rows(tmp_path: Path) -> None:
