@@ -32,6 +32,7 @@ def train_global(
     teacher: torch.Tensor | None = None,
     distillation_weight: float = 0.0,
     distillations: tuple[Distillation, ...] = (),
+    continues: bool = True,
 ) -> GlobalModel:
     """Train a global model, or load the stored one if it was trained on the same images.
 
@@ -42,9 +43,10 @@ def train_global(
         teacher: soft targets of `fit`, [N, C] probabilities.
         distillation_weight: weight of the soft targets in `fit`.
         distillations: further soft targets.
+        continues: whether the training starts from an earlier version's model, where the run does.
     """
     settings = job.config.global_model
-    start = job.folder.previous_model(name)
+    start = job.folder.previous_model(name) if continues else None
     soft_labels = [term.teacher for term in distillations]
     inputs = digest_of(pixels, labels, teacher, *soft_labels)
     inputs += f" from {start[1]}" if start else ""

@@ -164,7 +164,7 @@ def find_continuation(config: RunConfig, other: RunFolder) -> Continuation:
         )
     earlier = other.continuation()
     source = other.payload_source()
-    job = other.path.resolve().name
+    job = other.job_id
     default_job = job if source is None else source.job
     return Continuation(
         run=str(other.path.resolve()),
@@ -244,6 +244,14 @@ def _check_models(
             )
     if not other.model_files():
         raise ConfigError(f"{setting}: {other.path} has no model; finish it, or set it to false")
+    key = f"{METHODS[config.method].section}.strategies"
+    missing = set(split_names(str(flat.get(key, "")))) - set(split_names(str(stored.get(key, ""))))
+    if missing:
+        raise ConfigError(
+            f"{setting}: {key} = {quote(flat[key])}, but {other.path} has no model of "
+            f"{', '.join(sorted(missing))}; set it to {quote(stored.get(key))}, or "
+            f"{setting.split()[0]} to false"
+        )
 
 
 def _check_same(config: RunConfig, folder: RunFolder, record: Continuation) -> None:

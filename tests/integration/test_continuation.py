@@ -18,6 +18,7 @@ from client_app.privacy.ledger import Ledger
 from osfl.cli.main import app as cli
 from osfl.config import ConfigError, parse_run_config
 from osfl.run_folder.layout import RunFolder
+from osfl.run_folder.status import read_status
 from osfl.run_folder.verify import verify_run
 from osfl.util import files as util_files
 from server_app.app import run_job
@@ -314,7 +315,8 @@ def test_a_client_that_leaves_meanwhile_is_dropped(home: Path, tiny_kit: Path) -
             assert list(second.glob("images/client-1/*/*.png"))
             result = CliRunner().invoke(cli, ["forget", str(first), "--client", "client-1"])
             assert result.exit_code == 0, result.output
-            message = "the run 'second' has this payload of the client, and drops it before its"
+            # The second run drops it, but as far as the first one knows it may be too late
+            message = "the run 'second' has this payload of the client; `osfl forget` it there too"
             assert message in " ".join(result.output.split())
         return reply
 
@@ -333,6 +335,92 @@ def test_a_client_that_leaves_meanwhile_is_dropped(home: Path, tiny_kit: Path) -
     # Started again, also with the client online, it only tests
     assert play(larger, sites, "second") == set()
     assert set(metrics(home, "second")["clients"]) == {"client-0", "client-2"}
+
+
+def test_a_run_that_was_killed_drops_a_client_that_has_left(home: Path, tiny_kit: Path) -> None:
+    config = quick(method="oscar", kit=str(tiny_kit))
+    play(config, nodes(2), "first")
+    larger = {**config, "num-clients": 3, "continue-from": "first"}
+
+    def die(index: int, kind: str, reply: Message) -> Message:
+        raise Killed
+
+    with pytest.raises(Killed):
+        run_job(LoopGrid(app, larger, nodes(3), die), parse_run_config(larger), "second")
+    command = ["forget", str(home / "runs" / "first"), "--client", "client-1"]
+    said = " ".join(CliRunner().invoke(cli, command).output.split())
+    assert "'second' has this payload of the client, and drops it before its training" in said
+    assert play(larger, nodes(3), "second") == {2}
+    assert set(metrics(home, "second")["clients"]) == {"client-0", "client-2"}
+
+
+@pytest.mark.parametrize("name", ["archived", "latest", "."])
+def test_a_folder_of_another_name_is_the_same_run(
+    home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Renamed, a link, or the working directory: its payloads are of the job `first`."""
+    config = quick(method="oscar", kit=str(tiny_kit), job_id="first", num_clients=3, min_clients=2)
+    play(config, nodes(3), "first")
+    play({**config, "job-id": "pair"}, nodes(3)[::2], "pair")
+    runs = home / "runs"
+    folder = runs / "first"
+    if name == "archived":
+        folder = folder.rename(runs / "archived")
+    if name == "latest":
+        (runs / "latest").symlink_to(folder)
+    if name == ".":
+        monkeypatch.chdir(folder)
+    path = Path(".") if name == "." else runs / name
+    later = {**config, "job-id": "second", "continue-from": str(path.resolve())}
+    assert play(later, nodes(3), "second") == set()
+    reusing = {**config, "job-id": "third", "payloads-from": str(path.resolve())}
+    assert play(reusing, nodes(3), "third") == set()
+    result = CliRunner().invoke(cli, ["forget", str(path), "--client", "client-1"])
+    assert result.exit_code == 0, result.output
+    assert sorted(file.name for file in folder.glob("payloads/*.pb*")) == [
+        "client-0.pb",
+        "client-2.pb",
+    ]
+    assert_same_models(folder, runs / "pair")
+
+
+def test_a_finished_version_needs_no_client(home: Path, tiny_kit: Path) -> None:
+    """Asked for again while only a test-only site is online, it stays finished."""
+    config = quick(method="oscar", kit=str(tiny_kit))
+    play(config, nodes(2), "first")
+    later = {**config, "num-clients": 3, "continue-from": "first"}
+    play(later, nodes(3), "second")
+    accuracy = metrics(home, "second")["accuracy"]
+    tester = [{**nodes(4)[3], "role": "test", "client-id": "tester"}]
+    assert play(later, tester, "second") == set()
+    assert metrics(home, "second")["accuracy"] == accuracy
+    assert read_status(home / "runs" / "second")["phase"] == "finished"
+
+
+@pytest.mark.parametrize("name", ["opinion-1", "opinion-2"])
+def test_opinions_do_not_start_from_those_of_an_earlier_version(
+    home: Path, tiny_kit: Path, name: str
+) -> None:
+    """They judge images on which the earlier version's may have been trained."""
+    settings = {"synthesis__images_per_class": 3, "label_filter": "filter"}
+    config = quick(method="oscar", kit=str(tiny_kit), **settings)
+    play(config, nodes(2), "first")
+    larger = {**config, "num-clients": 3}
+    play({**larger, "continue-from": "first", "continue-from-model": True}, nodes(3), "second")
+    play(larger, nodes(3), "all")
+    file = f"models/{name}.safetensors"
+    states = [load_file(home / "runs" / job / file) for job in ("second", "all")]
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+
+
+def test_a_model_that_the_earlier_version_lacks_is_refused_at_once(
+    home: Path, tiny_kit: Path
+) -> None:
+    config = quick(method="fedlmg", kit=str(tiny_kit), fedlmg__strategies="ft")
+    play(config, nodes(2), "first")
+    more = {**config, "fedlmg.strategies": "ft,md", "continue-from": "first"}
+    with pytest.raises(ConfigError, match="fedlmg.strategies = 'ft,md', .* has no model of md"):
+        play({**more, "continue-from-model": True}, nodes(2), "second")
 
 
 def test_new_clients_are_counted_from_those_that_stayed(home: Path, tiny_kit: Path) -> None:

@@ -60,7 +60,10 @@ def test_no_model_checks_its_training_images(monkeypatch: pytest.MonkeyPatch) ->
     """The first model learns from every other image, and checks the rest."""
     learned: dict[str, tuple[list[int], list[int]]] = {}
 
-    def train(job: Any, name: str, pixels: torch.Tensor, labels: torch.Tensor) -> GlobalModel:
+    def train(
+        job: Any, name: str, pixels: torch.Tensor, labels: torch.Tensor, continues: bool
+    ) -> GlobalModel:
+        assert not continues
         learned[name] = (pixels[:, 0, 0, 0].tolist(), labels.tolist())
         return GlobalModel(Says(name == "opinion-1"), "resnet18", True)
 
