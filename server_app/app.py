@@ -297,8 +297,7 @@ def _test_models(
         RoundError: as `evaluate_on_clients`.
     """
     nodes = members.test_nodes()
-    is_reused = folder.payload_source() is not None or folder.continuation() is not None
-    if is_reused and not nodes:
+    if folder.has_payloads_of_another and not nodes:
         status.add_warning(ONLY_TESTERS if members.testers else NOT_TESTED)
         if not members.testers:
             return

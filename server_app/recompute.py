@@ -1,6 +1,5 @@
 """The server's part of a run without any client: from stored payloads to models and a report."""
 
-import json
 from collections.abc import Iterable
 from dataclasses import replace
 from time import monotonic
@@ -12,6 +11,7 @@ from flwr.serverapp import Grid
 
 from osfl.config import ConfigError, RunConfig, parse_run_config
 from osfl.run_folder.layout import RunFolder
+from osfl.run_folder.report.metrics import read_timings
 from server_app.app import run_in_folder
 
 
@@ -94,6 +94,4 @@ def offline_config(config: RunConfig, folder: RunFolder) -> RunConfig:
 
 def _drawn_images(folder: RunFolder) -> int:
     """Return the number of images that work units of the run have drawn so far."""
-    if not folder.timings_file.is_file():
-        return 0
-    return sum(int(json.loads(line)["images"]) for line in open(folder.timings_file))
+    return sum(int(timing["images"]) for timing in read_timings(folder))

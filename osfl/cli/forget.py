@@ -33,7 +33,8 @@ def forget_client(run: Path, client: str, names_client: bool, key_file: Path | N
             tries that again.
     """
     key = None if key_file is None else load_signing_key(key_file)
-    folder = RunFolder(find_run(run))
+    # A link or `.` has another name than the run
+    folder = RunFolder(find_run(run).resolve())
     file = remove_client(folder, client, names_client, key)
     removal = folder.removals()[file]
     if removal.state == RECOMPUTED:

@@ -105,6 +105,11 @@ class ContinuationStore(PayloadStore):
         continuation = self.continuation()
         return 1 if continuation is None else continuation.version
 
+    @property
+    def has_payloads_of_another(self) -> bool:
+        """Whether the run has payloads that other runs' clients sent, so that it may need none."""
+        return self.payload_source() is not None or self.continuation() is not None
+
     def payload_job(self, client: str, job: str) -> str:
         """Return the job that a stored payload was made for.
 

@@ -29,6 +29,7 @@ from osfl.run_folder.forgotten_store import (
 )
 from osfl.run_folder.image_store import read_rows
 from osfl.run_folder.layout import CHECKSUMS, RunFolder
+from osfl.run_folder.listing import is_locked
 from osfl.run_folder.payload_store import PayloadSource
 from osfl.run_folder.status import read_status
 from osfl.run_folder.verify import write_checksums
@@ -256,14 +257,18 @@ def _copies_in_other_runs(folder: RunFolder, client: str) -> Iterator[str]:
 
 
 def _is_untrained_continuation(run: RunFolder, folder: RunFolder) -> bool:
-    """Return whether a run continues another one and has no model yet (`drop_departed`)."""
+    """Return whether a run continues another one, and drops the client at its next start.
+
+    `drop_departed` does, unless the run has a model. A server that is at work may have passed it.
+    """
     try:
         record = run.continuation()
     except CorruptFileError:
         return False
     continues = record is not None and record.run == str(folder.path.resolve())
     is_bound = run.payload_source_file.exists()
-    return continues and not is_bound and not run.has_started("models")
+    at_work = is_locked(run.path)
+    return continues and not is_bound and not at_work and not run.has_started("models")
 
 
 def _payload_digest(folder: RunFolder, client: str) -> str:
@@ -285,7 +290,7 @@ def _bind_to_others(folder: RunFolder, client: str) -> None:
         digests = {file.stem: _payload_digest(folder, file.stem) for file in files}
         # No run can use a payload without a record
         payloads = {name: digest for name, digest in digests.items() if digest}
-        source = PayloadSource(str(folder.path.resolve()), folder.path.name, payloads)
+        source = PayloadSource(str(folder.path.resolve()), folder.job_id, payloads)
     record = folder.continuation()
     if record is not None:
         folder.store_continuation(record.without(client))

@@ -123,6 +123,17 @@ class RunFolder(ContinuationStore, ImageStore, RoundStore, ModelStore, Forgotten
         """The path of the run's status."""
         return self.path / "status.json"
 
+    @property
+    def job_id(self) -> str:
+        """The job that the run's own payloads were made for, also if its folder was renamed.
+
+        Raises:
+            CorruptFileError: the run-config is corrupt.
+        """
+        stored = (self.stored_config() or {}).get("job-id")
+        # Without a job id in its settings, a run is named by its folder; the path may be a link
+        return str(stored or self.path.resolve().name)
+
     def stored_config(self) -> dict[str, Any] | None:
         """Read the resolved run-config, flat; None before the run has started.
 

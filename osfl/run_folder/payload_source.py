@@ -88,12 +88,11 @@ def find_source(config: RunConfig, other: RunFolder) -> PayloadSource:
             f"payloads; at least {config.needed_clients} are required (min-clients, num-clients)"
         )
     earlier = other.payload_source()
-    # The path may be a link
-    folder = other.path.resolve()
-    job = folder.name if earlier is None else earlier.job
+    job = other.job_id if earlier is None else earlier.job
     jobs = {client: other.payload_job(client, job) for client in payloads}
     jobs = {client: of_client for client, of_client in jobs.items() if of_client != job}
-    return PayloadSource(str(folder), job, payloads, jobs)
+    # The path may be a link
+    return PayloadSource(str(other.path.resolve()), job, payloads, jobs)
 
 
 def check_settings(

@@ -27,7 +27,7 @@ from osfl.util.text import sanitize
 _RECORDS = (
     *("*.json", "*.jsonl", "*.html", "payloads/*.json", "units/*.jsonl", "models/*.json"),
     *("tests/*.json", "histograms/*.json", "rounds/*.json", "rounds/*.safetensors"),
-    *("contribution/*.json", "forgotten/*.json", "previous/*.safetensors"),
+    *("contribution/*.json", "forgotten/*.json", "previous/*.safetensors", "*.bin"),
 )
 
 

@@ -190,7 +190,7 @@ def evaluate_on_clients(
         withheld |= test.withheld
         test_only_matrices[name] = test.take(nodes.test_only)
         matrices[name] = test.matrices
-        if participants or folder.payload_source() is None:
+        if participants or not folder.has_payloads_of_another:
             _store_test(test, participants, config, folder)
     folder.store_tests_apart(test_only_matrices if nodes.test_only else {})
     _store_withheld(withheld, folder)

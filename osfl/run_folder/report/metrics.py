@@ -378,7 +378,7 @@ def _seconds_of_phases(phases: Sequence[Mapping[str, Any]], end: float) -> list[
 
 def _server(run: RunFolder) -> dict[str, Any]:
     """Return the server's costs."""
-    timings = [timing for line in _lines(run.timings_file) if (timing := _timing(line))]
+    timings = read_timings(run)
     images = sum(timing["images"] for timing in timings)
     seconds = sum(timing["seconds"] for timing in timings)
     models = {file.stem: _json(file) for file in run.model_records()}
@@ -489,6 +489,11 @@ def _are_score_figures(figures: object) -> bool:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def read_timings(run: RunFolder) -> list[dict[str, Any]]:
+    """Read the images and seconds of each work unit; a line that a crash cut is left out."""
+    return [timing for line in _lines(run.timings_file) if (timing := _timing(line))]
 
 
 def _timing(line: str) -> dict[str, Any] | None:

@@ -398,6 +398,20 @@ def test_the_commands_name_what_is_damaged(run: Path, tmp_path: Path) -> None:
     assert "shards.json is corrupt" in say("shards", run, tmp_path / "out").output
 
 
+def test_verify_sees_a_damaged_or_missing_secure_sum(run: Path) -> None:
+    """Once it is open, no client could add its part again."""
+    folder = RunFolder(run)
+    folder.store_secure_sum(b"sum of all")
+    write_checksums(run)
+    (file,) = run.glob("*.bin")
+    assert wrong(run) == []
+    for how in ("garbage", "removed"):
+        with damaged(file, how):
+            assert [problem for problem in wrong(run) if file.name in problem]
+    file.unlink()
+    write_checksums(run)
+
+
 @pytest.mark.parametrize(
     ("keys", "value"),
     [

@@ -18,6 +18,7 @@ from osfl.run_folder.layout import CHECKSUMS, RunFolder, check_same_run
 from osfl.run_folder.payload_store import PayloadSource
 from osfl.run_folder.verify import read_checksums
 from osfl.util.files import CorruptFileError
+from server_app.recompute import _drawn_images
 from tests.helpers.settings import quick
 from tests.helpers.whole_runs import Killed, files
 
@@ -328,3 +329,10 @@ def test_payloads_of_another_run_stay_bound_to_it(run: RunFolder) -> None:
     assert source is not None
     assert (source.run, source.job, source.jobs) == ("/runs/base", "base", {"client-10": "first"})
     assert "client-1" not in source.payloads
+
+
+def test_a_line_of_the_timings_that_a_crash_cut_is_left_out(run: RunFolder) -> None:
+    """Otherwise the results could never be computed again."""
+    with run.timings_file.open("a") as file:
+        file.write('{"unit": "abc", "ima')
+    assert _drawn_images(run) == len(OWNERS)
