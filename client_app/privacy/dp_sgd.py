@@ -24,7 +24,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
 from client_app.context import Progress
-from client_app.privacy.mechanisms import RandomBytes, noise_multiplier, standard_normal
+from client_app.privacy.mechanisms import RandomBytes, add_noise, noise_multiplier
 from osfl.config import ClassifierConfig, RunConfig
 from osfl.models.classifiers import ClassifierError, normalize
 from osfl.models.training import (
@@ -142,9 +142,8 @@ def _set_noisy_gradients(
     random_bytes: RandomBytes,
 ) -> None:
     for p, gradient in zip(parameters, sums, strict=True):
-        noise = sigma * standard_normal(p.shape, random_bytes)
         # Algorithm 1: g <- (sum of g_i + N(0, sigma^2 C^2 I)) / L, L images on average
-        p.grad = (gradient + noise.to(p)) / batch_size
+        p.grad = (add_noise(gradient, sigma, random_bytes) / batch_size).to(p)
 
 
 def _gradients_of(

@@ -4,6 +4,7 @@ Their randomness comes from the operating system. The server knows a run's seed,
 subtract noise that was derived from it.
 """
 
+import math
 import secrets
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -19,6 +20,10 @@ from osfl.config import RunConfig
 
 # Returns n random bytes
 RandomBytes = Callable[[int], bytes]
+# Noisy numbers are multiples of their noise's deviation, rounded down to a power of two, over this
+GRID = 2**14
+# A tail below this many of 2^64 parts gets 64 more random bits
+FINE_TAIL = 2**44
 
 
 def private_mean(
@@ -33,8 +38,7 @@ def private_mean(
 
     It is (epsilon, delta)-differentially private for one row replaced; the number of rows is
     public. One row moves the mean by at most 2 limit / n in Euclidean norm, and the noise is the
-    smallest that this sensitivity allows (Balle & Wang, arXiv 1805.06530, theorem 8). It is drawn
-    in float64, which is not exactly a Gaussian (Mironov, 2012); permute-and-flip has no such gap.
+    smallest that this sensitivity allows (Balle & Wang, arXiv 1805.06530, theorem 8).
 
     Args:
         rows: [n, ...], one per image; NaN and infinity count as the center.
@@ -45,7 +49,25 @@ def private_mean(
     """
     mean = clipped_mean(rows, center, limit)
     sigma = noise_deviation(limit, len(rows), epsilon, delta)
-    return (mean + sigma * standard_normal(mean.shape, random_bytes)).float()
+    return add_noise(mean, sigma, random_bytes).float()
+
+
+def add_noise(
+    values: torch.Tensor, sigma: float, random_bytes: RandomBytes = secrets.token_bytes
+) -> torch.Tensor:
+    """Return values + N(0, sigma^2), in float64, as multiples of a small part of sigma.
+
+    The last bits of a noisy floating-point number tell which exact values it can come from
+    (Mironov, "On significance of the least significant bits for differential privacy", CCS 2012).
+    Each multiple can come from any value, and has the probability of a Gaussian to 1e-9 of itself,
+    up to ten deviations.
+    """
+    noise = sigma * standard_normal(values.shape, random_bytes).to(values.device)
+    noisy = values.double() + noise
+    if sigma == 0:
+        return noisy
+    step = 2.0 ** math.floor(math.log2(sigma)) / GRID
+    return (noisy / step).round() * step
 
 
 def clipped_mean(rows: torch.Tensor, center: torch.Tensor, limit: float) -> torch.Tensor:
@@ -113,12 +135,19 @@ def clip_rows(rows: torch.Tensor, limit: float) -> torch.Tensor:
 def standard_normal(
     shape: torch.Size, random_bytes: RandomBytes = secrets.token_bytes
 ) -> torch.Tensor:
-    """Draw independent standard normals in float64, by the inverse distribution function."""
-    count = shape.numel()
-    integers = np.frombuffer(random_bytes(8 * count), dtype=np.uint64) >> np.uint64(12)
-    # Midpoints of 2^52 equal parts of (0, 1), all exact in float64
-    uniform = (integers.astype(np.float64) + 0.5) / 2**52
-    return torch.from_numpy(ndtri(uniform)).view(shape)
+    """Draw independent standard normals in float64, by the inverse distribution function.
+
+    A number has a random sign, and a random tail of the distribution beyond it: one of 2^63 parts
+    of (0, 1/2), or of 2^127 far out, where the parts would be too coarse. None is beyond 13.2.
+    """
+    integers = np.frombuffer(random_bytes(8 * shape.numel()), dtype=np.uint64)
+    signs = np.where(integers & np.uint64(1), 1.0, -1.0)
+    parts = integers >> np.uint64(1)
+    tails = parts.astype(np.float64) + 0.5
+    far = np.flatnonzero(parts < FINE_TAIL)
+    fractions = np.frombuffer(random_bytes(8 * len(far)), dtype=np.uint64)
+    tails[far] = parts[far].astype(np.float64) + (fractions.astype(np.float64) + 0.5) / 2**64
+    return torch.from_numpy(signs * -ndtri(tails / 2**64)).view(shape)
 
 
 def mean_distance(encodings: torch.Tensor) -> float:
