@@ -429,6 +429,11 @@ def _own_config(config: RunConfig, node: NodeConfig) -> RunConfig:
             f"node-config seal-to = {node.seal_to!r}: must be the 64 hex digits that `osfl certs "
             "sealing` prints"
         )
+    if node.seal_to and config.secure_sum and sends:
+        raise ConfigError(
+            f"node-config seal-to = {node.seal_to!r}: this site sends no unencrypted payload, and "
+            "a secure sum's are masked, but not encrypted; use an open run with a sealing-key"
+        )
     if node.seal_to and METHODS[config.method].shares_models and not sends_nothing:
         raise ConfigError(
             f"node-config seal-to = {node.seal_to!r}: this site sends no unencrypted payload, but "

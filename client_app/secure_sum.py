@@ -116,7 +116,9 @@ def check_guarantee(config: RunConfig, node: NodeConfig, epsilon: float, delta: 
     """
     if not config.secure_sum:
         return
-    if (epsilon, delta) != (config.epsilon, config.delta):
+    # Without a guarantee, or for one without a delta, a delta means nothing
+    own_delta = delta if config.guaranteed_delta else 0.0
+    if (epsilon, own_delta) != (config.epsilon, config.guaranteed_delta):
         raise PublicConfigError(
             f"node-config epsilon = {node.epsilon:g}, delta = {node.delta:g}: a secure sum has one "
             f"guarantee for all sites; the run has {config.epsilon:g} and {config.delta:g}, and "

@@ -131,8 +131,13 @@ def check_stated_counts(
     """Check the image counts that a payload states by `image_counts.check_counts`.
 
     Raises:
-        wire.PayloadError: a count exceeds `max-images` or the number that the client declared.
+        wire.PayloadError: a count exceeds `max-images` or the number that the client declared, or
+            the parts of a joint payload state different counts.
     """
+    parts = payload.parts.values() if isinstance(payload, Joint) else (payload,)
+    stated = [counts for part in parts if (counts := stated_counts(part))]
+    if any(counts != stated[0] for counts in stated):
+        raise wire.PayloadError(client, "counts", "its parts state different numbers of images")
     try:
         check_counts(stated_counts(payload), config.max_images, declared)
     except ValueError as error:

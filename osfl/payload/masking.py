@@ -95,15 +95,16 @@ class Roster:
         """Check that no single client's numbers can be opened by these rules.
 
         Raises:
-            MaskingError: the members are unsorted, or share a key; a key has the wrong length; or
+            MaskingError: the members are unsorted, or share a key; a key is not a public key; or
                 the threshold is too low, or above the number of members.
         """
         if list(self.keys) != sorted(set(self.keys)) or len(set(self.keys.values())) < len(
             self.keys
         ):
             raise MaskingError("the members of the secure sum must be sorted, with a key each")
-        if any(len(key) != KEY_BYTES for key in self.keys.values()):
-            raise MaskingError(f"each member's key must have {KEY_BYTES} bytes")
+        for member, key in self.keys.items():
+            if not is_public_key(key):
+                raise MaskingError(f"the key of {member} in this secure sum is not a public key")
         if not lowest_threshold(len(self.keys)) <= self.threshold <= len(self.keys):
             raise MaskingError(
                 f"min-clients = {self.threshold}: a secure sum of {len(self.keys)} clients "
@@ -112,6 +113,18 @@ class Roster:
 
 
 # ---- Keys ----
+
+
+def is_public_key(key: bytes) -> bool:
+    """Return whether bytes are an X25519 key from which a secret can be derived.
+
+    With a point of low order the secret would be zero, and the exchange fails.
+    """
+    try:
+        X25519PrivateKey.generate().exchange(X25519PublicKey.from_public_bytes(key))
+    except ValueError:
+        return False
+    return True
 
 
 def identity_statement(job: str, client: str, key: bytes) -> bytes:

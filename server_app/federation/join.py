@@ -21,7 +21,7 @@ from osfl.config import (
 from osfl.data.parts import class_names
 from osfl.methods import METHODS
 from osfl.payload.encryption import pack_public_key
-from osfl.payload.masking import KEY_BYTES
+from osfl.payload.masking import is_public_key
 from osfl.payload.messages import JOIN
 from osfl.payload.sum_messages import pack_job
 from osfl.run_folder.forgotten_store import name_digest
@@ -289,13 +289,13 @@ class Members:
         """Return a client's public key of a secure sum and its signature; b"" if there is none.
 
         Raises:
-            InvalidReplyError: the key is missing.
+            InvalidReplyError: the key is missing, or no public key.
         """
         if not self._config.secure_sum or client in self._held_out:
             return b"", b""
         key, signature = record.get("sum-key"), record.get("sum-signature", b"")
-        if not isinstance(key, bytes) or len(key) != KEY_BYTES or not isinstance(signature, bytes):
-            raise InvalidReplyError(f"{client} sent no key for the secure sum")
+        if not isinstance(key, bytes) or not isinstance(signature, bytes) or not is_public_key(key):
+            raise InvalidReplyError(f"{client} sent no public key for the secure sum")
         return key, signature[:MAX_SIGNATURE_BYTES]
 
     def _kind(self, client: str, record: ConfigRecord) -> str:

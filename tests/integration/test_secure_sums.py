@@ -64,6 +64,22 @@ def head(home: Path, job: str) -> torch.Tensor:
     return state["fc.weight"]
 
 
+def test_a_client_without_a_public_key_is_left_out_before_the_work(home: Path) -> None:
+    """With a point of low order no other client could mask, each after its work."""
+
+    def tamper(index: int, kind: str, reply: Message) -> Message | None:
+        if kind == "query.join" and index == 1:
+            for record in reply.content.config_records.values():
+                if "sum-key" in record:
+                    record["sum-key"] = bytes(32)
+        return reply
+
+    start(config(), "honest", tamper=drop((1, "query.join")))
+    start(config(), "job", tamper=tamper)
+    assert set(metrics(home)["clients"]) == {f"client-{k}" for k in (0, 2, 3, 4)}
+    assert torch.equal(head(home, "job"), head(home, "honest"))
+
+
 def drop(*lost: tuple[int, str]) -> Tamper:
     """Lose replies of a kind from clients; that of `query.reveal` has its stage behind it."""
 

@@ -5,6 +5,7 @@ import hmac
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +205,15 @@ def test_models_that_go_to_and_fro_are_not_sealed(method: str) -> None:
     with pytest.raises(ConfigError, match="seal-to = '0+': this site sends no unencrypted payload"):
         client_settings(parse_run_config(quick(method=method)), site)
     client_settings(parse_run_config(quick(method="feddeo")), site)
+
+
+def test_a_site_that_seals_its_payloads_joins_no_secure_sum() -> None:
+    """Even if its key is in the request, which whoever carries the messages could add."""
+    site = NodeConfig(partition_id=0, num_partitions=2, seal_to="0" * 64)
+    run = parse_run_config(quick(method="fedcgs", secure_sum=True))
+    with pytest.raises(ConfigError, match="seal-to = '0+': .* a secure sum's are masked"):
+        client_settings(run, site)
+    client_settings(run, replace(site, role="test"))
 
 
 def test_settings_that_cannot_be_are_named() -> None:

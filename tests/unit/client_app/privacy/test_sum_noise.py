@@ -179,3 +179,6 @@ def test_a_site_agrees_to_common_noise() -> None:
     with pytest.raises(PublicConfigError, match="must have at most this site's"):
         check_guarantee(run, NodeConfig(secure_sum=True), 2.0, 1e-7)
     check_guarantee(config(secure_sum=False), NodeConfig(epsilon=1.0), 1.0, 1e-7)
+    # A delta means nothing without an epsilon, or beside that of votes
+    for pure in (config(method="fedcgs", epsilon=0.0), config(method="votes")):
+        check_guarantee(pure, NodeConfig(), pure.epsilon, 1e-7)

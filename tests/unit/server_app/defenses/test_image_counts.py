@@ -18,7 +18,7 @@ from osfl.config import ConfigError, NodeConfig, parse_run_config
 from osfl.data.load import image_labels
 from osfl.methods.fedcgs import FedCGSConfig
 from osfl.payload import wire
-from osfl.payload.kinds import FeatureMixtures, FeatureStatistics
+from osfl.payload.kinds import FeatureMixtures, FeatureStatistics, Joint, LatentStatistics
 from osfl.payload.messages import pack_payload, unpack_bytes, unpack_state
 from osfl.payload.wire import PayloadError
 from osfl.settings import default_config
@@ -389,6 +389,22 @@ def test_a_payload_states_no_more_than_its_client_declared(home: Path, tiny_kit:
 
     with pytest.raises(RoundError, match="client-1: .* that the client declared when it joined"):
         start(quick(**FEDPFT, kit=str(tiny_kit)), tamper=tamper)
+
+
+def test_the_parts_of_a_joint_payload_state_the_same_counts() -> None:
+    """The first part alone is held against what the client declared."""
+    latents = LatentStatistics(("a", "b"), torch.tensor([3, 2]), *torch.ones(2, 2, 1, 2, 2))
+    features = FeatureStatistics(("a", "b"), torch.tensor([3, 2]), torch.ones(2, 2), torch.ones(3))
+    larger = replace(features, counts=torch.tensor([3, 400]))
+    run = parse_run_config(quick(method="fedcgs"))
+    declared = {"a": 3, "b": 2}
+    for second in (features, larger):
+        joint = Joint(("a", "b"), {"latent-gaussian": latents, "fedcgs": second})
+        if second is features:
+            check_stated_counts(joint, "client-0", run, declared)
+            continue
+        with pytest.raises(PayloadError, match="counts: its parts state different numbers"):
+            check_stated_counts(joint, "client-0", run, declared)
 
 
 # ---- What a site declares ----
