@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
@@ -38,7 +39,7 @@ from server_app.baselines.models import initial_state
 from server_app.baselines.run import CheckedGrid, _shapes
 from server_app.context import GlobalModel, ServerJob
 from server_app.expected import expected_payload
-from server_app.federation import pulls
+from server_app.federation import counted, pulls
 from server_app.federation.collect import collect
 from server_app.federation.evaluate import EvaluationNodes, evaluate_on_clients
 from server_app.federation.exchange import Exchange, InvalidReplyError, RoundError, _reason
@@ -1127,9 +1128,9 @@ def test_the_text_of_a_reply_is_bounded() -> None:
     assert all(0 < len(reason) < 1100 for reason in reasons.values())
 
 
-def pulled_over_the_wire(array: Array, largest: float) -> dict[int, str]:
+def pulled_over_the_wire(array: Array, largest: float, **records: Any) -> dict[int, str]:
     """The failures when a reply with it is put together as Flower does, from its objects."""
-    reply = RecordDict({"payload": ArrayRecord({"0000": array})})
+    reply = RecordDict({"payload": ArrayRecord({"0000": array}), **records})
     with no_object_id_recompute():
         name = reply.object_id
         objects = get_all_nested_objects(reply)
@@ -1166,6 +1167,34 @@ def test_an_array_that_would_grow_is_refused_before_it_is_built() -> None:
         "reply"
     }
     assert peak < 5e7
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"), [(ConfigRecord, ""), (MetricRecord, 1.0), (ConfigRecord, ["", ""])]
+)
+def test_records_that_would_grow_are_refused_before_they_are_built(
+    kind: Any, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small item takes a dozen bytes, and hundreds in memory; all records share the limit."""
+    monkeypatch.setattr(counted, "MAX_RECORD_BYTES", 2**15)
+    array = Array(dtype="uint8", shape=(9,), stype="osfl.payload.v1", data=bytes(9))
+    records = {
+        name: kind({f"{name}{number:04x}": value for number in range(1000)}) for name in "abc"
+    }
+    assert pulled_over_the_wire(array, 10.0, a=records["a"]) == {}
+    built = []
+    monkeypatch.setattr(kind, "inflate", lambda *_: built.append(kind) or kind({}))
+    assert pulled_over_the_wire(array, 10.0, **records) == {
+        1: "its reply to train cannot be read: ValueError: its records exceed the size limit of a "
+        "reply"
+    }
+    assert len(built) < 3
+
+
+def test_the_matrix_of_a_thousand_classes_is_within_the_limit() -> None:
+    array = Array(dtype="uint8", shape=(9,), stype="osfl.payload.v1", data=bytes(9))
+    cells = MetricRecord({"confusion": [1] * 10**6})
+    assert pulled_over_the_wire(array, 10.0, metrics=cells) == {}
 
 
 @pytest.mark.parametrize(
