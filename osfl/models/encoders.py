@@ -6,7 +6,7 @@ The only file that imports transformers, except `osfl/kit_training/untrained.py`
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,8 +40,9 @@ from osfl.methods import CLIP, oscar
 from osfl.models.clip_classifier import ClipClassifier, tower_of
 from osfl.models.conditioning import Conditioning
 from osfl.util.costs import FlopMeter
+from osfl.util.log import log
 from osfl.util.pixels import crop_long_side
-from osfl.util.text import sanitize
+from osfl.util.text import quote, sanitize
 
 if TYPE_CHECKING:
     from transformers import BitImageProcessor
@@ -140,9 +141,24 @@ class TextEncoderPair(TextEncoder):
 
 
 def _token_ids(tokenizer: CLIPTokenizer, texts: Sequence[str]) -> torch.Tensor:
+    _warn_of_long_texts(tokenizer, tuple(texts))
     batch = tokenizer(list(texts), padding="max_length", truncation=True, return_tensors="pt")
     token_ids: torch.Tensor = batch.input_ids
     return token_ids
+
+
+@lru_cache(maxsize=16)
+def _warn_of_long_texts(tokenizer: CLIPTokenizer, texts: tuple[str, ...]) -> None:
+    """Warn once of texts whose end the encoder does not see, such as the name of a class."""
+    room = tokenizer.model_max_length
+    lengths = [len(ids) for ids in tokenizer(list(texts), verbose=False).input_ids]
+    length, text = max(zip(lengths, texts, strict=True), default=(0, ""))
+    if length > room:
+        log.warning(
+            "%d of %d texts are cut to the %d tokens that the text encoder reads; the longest has "
+            "%d: %s",
+            *(sum(count > room for count in lengths), len(texts), room, length, quote(text)),
+        )
 
 
 def _end_states(

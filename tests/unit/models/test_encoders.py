@@ -3,6 +3,7 @@
 What they are loaded as, and that an image's or a text's result is its own.
 """
 
+import re
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,21 @@ def test_texts_of_all_lengths_have_the_encoders(text: encoders.TextEncoder) -> N
     assert text.tokens(texts)[2, -1] == text.tokenizer.eos_token_id
     for row, sentence in zip(text.states(texts), texts, strict=True):
         assert torch.allclose(row, text.states([sentence])[0], atol=1e-6)
+
+
+def test_a_text_that_is_cut_is_named_once(
+    text: encoders.TextEncoder, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The end of a prompt is the name of its class."""
+    length, _ = text.shape
+    text.states(["six", "seven"])
+    assert not caplog.records
+    for _ in range(2):
+        text.states(["six", f"{LONG} and more"])
+    (record,) = caplog.records
+    tokens = text.count_tokens(f"{LONG} and more") + 2
+    expected = f"1 of 2 texts are cut to the {length} tokens .* has {tokens}: 'an image of seven"
+    assert re.match(expected, record.getMessage())
 
 
 def test_a_texts_tokens_are_counted_without_the_marks(text: encoders.TextEncoder) -> None:
