@@ -32,7 +32,8 @@ def plot(records: list[dict[str, Any]], file: Path) -> None:
     """Plot accuracy against bytes per client: uploaded (left), and in both directions (right).
 
     The x axes are logarithmic, with 0 at their start where a row sends nothing. A marker's area is
-    that of the final model's bytes. A line joins the rows that no other row dominates. Rows that
+    that of the final model's bytes. On the right, rows are missing whose clients need a kit of
+    unknown size. A line joins the rows that no other row dominates. Rows that
     only stand for comparison (the centralized upper bound) are dashed lines if they upload nothing.
     """
     from matplotlib.figure import Figure
@@ -91,8 +92,10 @@ def _draw_row(
     """Draw one row of a table: a point with its standard deviation over seeds, or a line.
 
     Returns:
-        the point's bytes and accuracy; None for a line.
+        the point's bytes and accuracy; None for a line, or for a row whose kit's bytes are unknown.
     """
+    if "download_bytes" in keys and any(record.get("kit_not_counted") for record in group):
+        return None
     averages = [record["average"] for record in group]
     mean = float(np.mean(averages))
     style = {"color": f"C{number % COLORS}", "label": name}

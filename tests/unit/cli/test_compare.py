@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -361,6 +362,28 @@ def test_the_plots_axes_span_a_decade(tmp_path: Path, monkeypatch: pytest.Monkey
     for (low, high), size in zip(spans, (44_739_305, 144_739_305), strict=True):
         assert high / low >= 9.99
         assert (low * high) ** 0.5 == pytest.approx(size, rel=1e-3)
+
+
+def test_an_unknown_download_is_not_plotted_as_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the left, both rows; on the right, the one whose kit was counted."""
+    from matplotlib.figure import Figure
+
+    drawn: list[list[float]] = []
+
+    def places(self: Figure, *args: Any, **named: Any) -> None:
+        drawn.extend(
+            [float(bars.lines[0].get_xdata()[0]) for bars in axes.containers] for axes in self.axes
+        )
+
+    monkeypatch.setattr(Figure, "savefig", places)
+    record = {"average": 50.0, "upload_bytes": 1000, "download_bytes": 10**6}
+    plot(
+        [{"row": "A", **record}, {"row": "B", **record, "kit_not_counted": True}],
+        tmp_path / "x.png",
+    )
+    assert drawn == [[1000, 1000], [1_001_000]]
 
 
 def test_the_frontier_is_above_all_that_sends_less() -> None:
