@@ -64,9 +64,7 @@ def check_each_part(folder: KitFolder, parts: tuple[str, ...], kind: str = "") -
     if "unet" in parts:
         _check_pipeline(folder)
     if missing := [part for part in parts if part and not (folder.has(part) or folder.names(part))]:
-        hints = dict.fromkeys(
-            MISSING_PART_HINTS.get(part, "use a complete kit") for part in missing
-        )
+        hints = dict.fromkeys(map(_missing_part_hint, missing))
         pronoun = "it" if len(missing) == 1 else "them"
         raise KitError(
             f"{folder.setting} lacks {', '.join(missing)}; this run needs {pronoun}: "
@@ -74,6 +72,13 @@ def check_each_part(folder: KitFolder, parts: tuple[str, ...], kind: str = "") -
         )
     for part in parts:
         check_part(folder, part, kind or part)
+
+
+def _missing_part_hint(part: str) -> str:
+    """Return what to set in place of a part that a kit lacks."""
+    if part.startswith("classifiers/"):
+        return "set global-model.init or classifier.init, which are kit, to imagenet or none"
+    return MISSING_PART_HINTS.get(part, "use a complete kit")
 
 
 def check_compatibility(

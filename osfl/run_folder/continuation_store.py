@@ -107,7 +107,7 @@ class ContinuationStore(PayloadStore):
 
     @property
     def has_payloads_of_another(self) -> bool:
-        """Whether the run has payloads that other runs' clients sent, so that it may need none."""
+        """Return whether the run has payloads of another run, so that it may need no client."""
         return self.payload_source() is not None or self.continuation() is not None
 
     def payload_job(self, client: str, job: str) -> str:

@@ -1,7 +1,7 @@
 """prompts-domain: class prompts that also name the client's domain.
 
 This is Espresso's prompts-only baseline (CVPR 2026): "a {domain} of a {class}". It is a reference,
-because the other methods do not reveal the domain to the server.
+because the papers' methods do not name the domain to the server.
 
 Differences from the paper: none known. `prompts-domain.prompt` has the wording.
 """

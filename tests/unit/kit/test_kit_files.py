@@ -180,6 +180,16 @@ def test_a_wrong_kit_is_reported_before_any_client_works(
     assert str(error.value).startswith(f"kit = '{kit}'")
 
 
+def test_a_kit_without_initial_weights_names_the_settings(tiny_kit: Path, tmp_path: Path) -> None:
+    """Stable Diffusion has none."""
+    kit = linked(tiny_kit, tmp_path / "kit")
+    shutil.rmtree(kit / "classifiers")
+    parts = ("unet", "classifiers/resnet18.safetensors")
+    message = r"lacks classifiers/resnet18.safetensors; .*: set global-model.init or .* to imagenet"
+    with pytest.raises(KitError, match=message):
+        check_kit(str(kit), parts)
+
+
 def test_a_checkpoint_in_one_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "v1-5-pruned.safetensors").write_bytes(b"")
     with pytest.raises(
