@@ -183,7 +183,7 @@ def codec_of(codec: str, shape: Sequence[int | str], dtype: torch.dtype, declare
     """
     if dtype != torch.float32 or len(shape) < 2 or Values.SHARES in declared.values:
         return "raw"
-    if declared.values and codec != "raw":
+    if {Values.VARIANCES, Values.DEVIATIONS} & set(declared.values) and codec != "raw":
         return "float16"
     return codec
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from osfl.payload.fields import fields_of
+from osfl.payload.fields import Values, fields_of
 from osfl.payload.kinds import Classifier, FeatureStatistics, LatentStatistics, Payload
 from osfl.run_folder.status import with_details
 from server_app.defenses.image_counts import medians_of_others, stated_counts
@@ -209,5 +209,5 @@ def _by_class(payload: Payload) -> Iterator[tuple[str, torch.Tensor]]:
     for name, value in _tensors(payload):
         field = fields_of(kind)[name]
         by_class = any(shape.dimensions[0] == "classes" for shape in field.shapes)
-        if by_class and not field.values:
+        if by_class and not set(field.values) - {Values.SUMS}:
             yield name, value

@@ -401,7 +401,7 @@ def test_a_finished_version_needs_no_client(home: Path, tiny_kit: Path) -> None:
 def test_opinions_do_not_start_from_those_of_an_earlier_version(
     home: Path, tiny_kit: Path, name: str
 ) -> None:
-    """They judge images on which the earlier version's may have been trained."""
+    """An earlier version's may have been trained on images that they judge."""
     settings = {"synthesis__images_per_class": 3, "label_filter": "filter"}
     config = quick(method="oscar", kit=str(tiny_kit), **settings)
     play(config, nodes(2), "first")

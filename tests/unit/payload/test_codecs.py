@@ -15,7 +15,16 @@ from hypothesis.extra import numpy as npst
 from osfl.config import ConfigError, RunConfig, parse_run_config
 from osfl.payload import wire
 from osfl.payload.codecs import BLOCK, MAX_LEVEL, NUMBERS_PER_PART, pack, packed_size, unpack
-from osfl.payload.kinds import Classifier, Descriptions, DomainVector, Payload, Votes
+from osfl.payload.fields import fields_of
+from osfl.payload.kinds import (
+    Classifier,
+    Descriptions,
+    DomainVector,
+    FeatureMixtures,
+    FeatureStatistics,
+    Payload,
+    Votes,
+)
 from osfl.payload.v1 import payload_pb2 as pb
 from osfl.util.markers import OneOf, markers_of
 from tests.helpers.payload_examples import CLASSES, CLASSIFIER, KINDS, STATE, expected_of
@@ -73,6 +82,22 @@ def test_a_block_has_a_scale_of_its_own() -> None:
     values = there_and_back(numbers, "int4")
     assert values[:64] == [1.0] * 63 + [7.0]
     assert values[64:] == pytest.approx([0.7] * 64, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "codec"),
+    [
+        (Descriptions, "vectors", "int8"),
+        (FeatureStatistics, "sums", "int8"),
+        # Steps of int8 would round small variances to 0
+        (FeatureMixtures, "variances", "float16"),
+        (FeatureMixtures, "weights", "raw"),
+    ],
+)
+def test_a_tensors_values_decide_its_codec(kind: type, name: str, codec: str) -> None:
+    declared = fields_of(kind)[name]
+    assert wire.codec_of("int8", ("classes", 8), torch.float32, declared) == codec
+    assert wire.codec_of("raw", ("classes", 8), torch.float32, declared) == "raw"
 
 
 @pytest.mark.slow

@@ -101,7 +101,7 @@ def test_a_draw_is_the_quantile_of_its_bytes() -> None:
 
 @pytest.mark.parametrize("sigma", [0.75, 3.0, 1e-6])
 def test_a_noisy_number_does_not_tell_the_exact_one(sigma: float) -> None:
-    """It is a multiple of a power of two, between 2^-15 and 2^-14 of the deviation, whose
+    """A multiple of a power of two, between 2^-15 and 2^-14 of the deviation, whose
     neighbors are as likely: a float would have gaps where an exact value cannot lead.
     """
     values = torch.full((50_000,), sigma / 3)
