@@ -253,22 +253,21 @@ def _copies_in_other_runs(folder: RunFolder, client: str) -> Iterator[str]:
         advice = "; `osfl forget` it there too"
         if _is_untrained_continuation(run, folder):
             advice = ", and drops it before its training"
+            # A server that is at work does so until it has all payloads
+            if is_locked(path):
+                advice = ", and drops it unless it is synthesizing; then `osfl forget` it there too"
         yield f"the run {quote(path.name)} has {payload} of the client{advice}"
 
 
 def _is_untrained_continuation(run: RunFolder, folder: RunFolder) -> bool:
-    """Return whether a run continues another one, and drops the client at its next start.
-
-    `drop_departed` does, unless the run has a model. A server that is at work may have passed it.
-    """
+    """Return whether a run continues another one and has no model yet (`drop_departed`)."""
     try:
         record = run.continuation()
     except CorruptFileError:
         return False
     continues = record is not None and record.run == str(folder.path.resolve())
     is_bound = run.payload_source_file.exists()
-    at_work = is_locked(run.path)
-    return continues and not is_bound and not at_work and not run.has_started("models")
+    return continues and not is_bound and not run.has_started("models")
 
 
 def _payload_digest(folder: RunFolder, client: str) -> str:
