@@ -42,7 +42,7 @@ from osfl.models.conditioning import Conditioning
 from osfl.util.costs import FlopMeter
 from osfl.util.log import log
 from osfl.util.pixels import crop_long_side
-from osfl.util.text import quote, sanitize
+from osfl.util.text import sanitize
 
 if TYPE_CHECKING:
     from transformers import BitImageProcessor
@@ -149,15 +149,18 @@ def _token_ids(tokenizer: CLIPTokenizer, texts: Sequence[str]) -> torch.Tensor:
 
 @lru_cache(maxsize=16)
 def _warn_of_long_texts(tokenizer: CLIPTokenizer, texts: tuple[str, ...]) -> None:
-    """Warn once of texts whose end the encoder does not see, such as the name of a class."""
+    """Warn once of texts whose end the encoder does not see, such as the name of a class.
+
+    A text may be of a sealed payload, and a log passes through the SuperLink: it is not named.
+    """
     room = tokenizer.model_max_length
     lengths = [len(ids) for ids in tokenizer(list(texts), verbose=False).input_ids]
-    length, text = max(zip(lengths, texts, strict=True), default=(0, ""))
-    if length > room:
+    longest = max(lengths, default=0)
+    if longest > room:
         log.warning(
             "%d of %d texts are cut to the %d tokens that the text encoder reads; the longest has "
-            "%d: %s",
-            *(sum(count > room for count in lengths), len(texts), room, length, quote(text)),
+            "%d. Shorten the method's prompt, or names by data.words",
+            *(sum(count > room for count in lengths), len(texts), room, longest),
         )
 
 

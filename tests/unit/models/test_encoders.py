@@ -38,10 +38,10 @@ def test_texts_of_all_lengths_have_the_encoders(text: encoders.TextEncoder) -> N
         assert torch.allclose(row, text.states([sentence])[0], atol=1e-6)
 
 
-def test_a_text_that_is_cut_is_named_once(
+def test_texts_that_are_cut_are_counted_once(
     text: encoders.TextEncoder, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The end of a prompt is the name of its class."""
+    """The end of a prompt is the name of its class; its domain may be of a sealed payload."""
     length, _ = text.shape
     text.states(["six", "seven"])
     assert not caplog.records
@@ -49,8 +49,9 @@ def test_a_text_that_is_cut_is_named_once(
         text.states(["six", f"{LONG} and more"])
     (record,) = caplog.records
     tokens = text.count_tokens(f"{LONG} and more") + 2
-    expected = f"1 of 2 texts are cut to the {length} tokens .* has {tokens}: 'an image of seven"
+    expected = f"1 of 2 texts are cut to the {length} tokens .* has {tokens}. Shorten"
     assert re.match(expected, record.getMessage())
+    assert "seven" not in record.getMessage()
 
 
 def test_a_texts_tokens_are_counted_without_the_marks(text: encoders.TextEncoder) -> None:
