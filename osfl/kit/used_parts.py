@@ -20,6 +20,7 @@ from osfl.methods import (
     METHODS,
     TINY_DECODER,
 )
+from osfl.util.names import is_absolute
 
 
 def kit_parts(config: RunConfig, kit: str = "") -> tuple[str, ...]:
@@ -266,11 +267,13 @@ def outside_digests(config: RunConfig) -> dict[str, str]:
     """
     digests = {}
     for model in run_models(config):
-        path = Path(model.source)
-        if model.source in (config.kit, config.sampling_kit) or not path.is_absolute():
+        if model.source in (config.kit, config.sampling_kit) or not is_absolute(model.source):
             continue
+        path = Path(model.source).expanduser()
         files = [path] if path.is_file() else sorted(path.rglob("*"))
-        lines = [f"{file_sha256(file)} {file.name}\n" for file in files if file.is_file()]
+        lines = [
+            f"{file_sha256(file)} {file.relative_to(path)}\n" for file in files if file.is_file()
+        ]
         digests[model.key] = hashlib.sha256("".join(lines).encode()).hexdigest()
     return digests
 

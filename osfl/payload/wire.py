@@ -418,9 +418,11 @@ def _satisfies(
         case Values.SUMS:
             assert counts is not None, "fields_of requires counts beside sums"
             # A tensor of one dimension is a sum over all classes
-            images = counts.double() if numbers.dim() > 1 else counts.sum().double()[None]
-            largest = numbers.double().abs().reshape(len(images), -1).amax(dim=1)
-            return bool((largest <= MAX_MAGNITUDE * images).all())
+            images = counts if numbers.dim() > 1 else counts.sum()[None]
+            # Without a copy of the numbers
+            low, high = numbers.reshape(len(images), -1).aminmax(dim=1)
+            largest = torch.maximum(-low, high).double()
+            return bool((largest <= MAX_MAGNITUDE * images.double()).all())
         case Values.LABELS:
             return bool(numbers.unique().tolist() == labels)
         case Values.VARIANCES | Values.DEVIATIONS:

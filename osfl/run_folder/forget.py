@@ -154,7 +154,7 @@ def _record_of(folder: RunFolder, client: str, names_client: bool) -> tuple[Path
         return complete
     had_payload = _check_client(folder, client)
     removal = Removal(
-        job=folder.path.name,
+        job=folder.job_id,
         client_sha256=digest,
         client=client if names_client else "",
         state=REMOVING,

@@ -33,8 +33,8 @@ def plot(records: list[dict[str, Any]], file: Path) -> None:
 
     The x axes are logarithmic, with 0 at their start where a row sends nothing. A marker's area is
     that of the final model's bytes. On the right, rows are missing whose clients need a kit of
-    unknown size. A line joins the rows that no other row dominates. Rows that
-    only stand for comparison (the centralized upper bound) are dashed lines if they upload nothing.
+    unknown size. A line joins the rows that no other row dominates. Rows that only stand for
+    comparison (the centralized upper bound) are dashed lines if they upload nothing.
     """
     from matplotlib.figure import Figure
 

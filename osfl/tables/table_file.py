@@ -135,7 +135,7 @@ class TableFile:
 
 
 def _cell(table: str, row: str, settings: tuple[str, ...], seed: int) -> Cell:
-    """Return a cell whose job id contains a digest of its configuration and kits.
+    """Return a cell whose job id contains a digest of its configuration, kits and other weights.
 
     A finished run is therefore only reused for exactly the same run.
     """
@@ -150,8 +150,7 @@ def _cell(table: str, row: str, settings: tuple[str, ...], seed: int) -> Cell:
         or (value and key in _BEGINNINGS)
     }
     kits = digests_by_step(config)
-    outside = outside_digests(config)
-    digest = _digest([identity, kits, *([outside] if outside else [])])[:8]
+    digest = _digest([identity, {**kits, **outside_digests(config)}])[:8]
     name = re.sub(r"[^A-Za-z0-9_]+", "-", f"{table}-{row}").strip("-")[:45]
     payload_key = ""
     may_share = not (config.secure_sum or config.payloads_from or config.continue_from)

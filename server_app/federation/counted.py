@@ -28,7 +28,7 @@ _budget = threading.local()
 
 
 @contextmanager
-def limit_array_bytes(size: float) -> Iterator[None]:
+def limit_reply_bytes(size: float) -> Iterator[None]:
     """Limit the total bytes of arrays and of records built in this thread.
 
     Exceeding `size`, or `MAX_RECORD_BYTES`, raises ValueError.

@@ -13,7 +13,7 @@ import psutil
 from flwr.app import Message
 from flwr.serverapp import Grid
 
-from server_app.federation.counted import limit_array_bytes
+from server_app.federation.counted import limit_reply_bytes
 
 MAX_CONCURRENT_REQUESTS = (
     4  # concurrent requests to the SuperLink; without slow nodes, also replies in memory
@@ -58,7 +58,7 @@ class Pulls:
     def _pull(self, message_id: str) -> None:
         result: Result
         try:
-            with limit_array_bytes(self._limit):
+            with limit_reply_bytes(self._limit):
                 result = list(self._grid.pull_messages([message_id]))
         # The consumer raises it again, or counts it as the node's failure
         except BaseException as error:

@@ -294,6 +294,17 @@ def test_a_training_that_diverges_is_named() -> None:
         fit_private(model, *data(), config, CPU, FlopMeter(), lambda *_: None)
 
 
+def test_noisy_gradients_have_no_bits_of_the_exact_ones() -> None:
+    """Whole multiples of 2^-14 of the deviation, here 1, which a sum of floats would not be."""
+    layer = nn.Linear(100, 100)
+    parameters = list(layer.parameters())
+    sums = [torch.rand(p.shape) for p in parameters]
+    dp_sgd._set_noisy_gradients(parameters, sums, 1.0, 4.0, Words())
+    multiples = torch.cat([p.grad.flatten() for p in parameters]) * 4 * 2**14  # type: ignore[union-attr]
+    assert torch.equal(multiples, multiples.round())
+    assert len(multiples.unique()) > 1000
+
+
 @pytest.mark.slow
 def test_an_average_of_the_weights_ends_the_training() -> None:
     """With decay 0.99 it hardly moves, while the last weights do."""

@@ -371,9 +371,9 @@ def test_a_folder_of_another_name_is_the_same_run(
     if name == ".":
         monkeypatch.chdir(folder)
     path = Path(".") if name == "." else runs / name
-    later = {**config, "job-id": "second", "continue-from": str(path.resolve())}
+    later = {**config, "job-id": "second", "continue-from": str(path.absolute())}
     assert play(later, nodes(3), "second") == set()
-    reusing = {**config, "job-id": "third", "payloads-from": str(path.resolve())}
+    reusing = {**config, "job-id": "third", "payloads-from": str(path.absolute())}
     assert play(reusing, nodes(3), "third") == set()
     result = CliRunner().invoke(cli, ["forget", str(path), "--client", "client-1"])
     assert result.exit_code == 0, result.output
@@ -382,6 +382,8 @@ def test_a_folder_of_another_name_is_the_same_run(
         "client-2.pb",
     ]
     assert_same_models(folder, runs / "pair")
+    (removal,) = RunFolder(folder).removals().values()
+    assert removal.job == "first"
 
 
 def test_a_finished_version_needs_no_client(home: Path, tiny_kit: Path) -> None:
