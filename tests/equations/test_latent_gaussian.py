@@ -53,11 +53,16 @@ def test_a_client_sends_the_moments_of_its_latents(tiny_kit: Path, tmp_path: Pat
     check_plausible(payload, "a", parse_run_config(quick(method="latent-gaussian")))
 
 
-@pytest.mark.parametrize(("images_of_class", "epsilon"), [(1, 0.1), (50, 1.0)])
-def test_a_server_accepts_the_noise_of_large_latents(images_of_class: int, epsilon: float) -> None:
+@pytest.mark.parametrize(
+    ("images_of_class", "epsilon", "clip"), [(1, 0.1, 1.5), (50, 1.0, 1.5), (1, 0.1, 10.0)]
+)
+def test_a_server_accepts_the_noise_of_large_latents(
+    images_of_class: int, epsilon: float, clip: float
+) -> None:
     """Stable Diffusion's at 512 px. A refused payload would have spent its epsilon for nothing."""
     latents = torch.randn(images_of_class, 4, 64, 64, generator=generator_of(0, "latents"))
-    config = parse_run_config(quick(method="latent-gaussian", epsilon=epsilon))
+    settings = quick(method="latent-gaussian", epsilon=epsilon, clip_norm=clip)
+    config = parse_run_config(settings)
     moments = client_half.class_moments(latents.double(), config)
     sums, squares = (moment.float()[None] for moment in moments)
     payload = LatentStatistics(("zero",), torch.tensor([images_of_class]), sums, squares)

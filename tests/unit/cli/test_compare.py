@@ -90,12 +90,17 @@ def test_a_row_that_adapts_is_another_run(tmp_path: Path, setting: str, same: bo
     assert (first.job_id == changed_cell.job_id) == same
 
 
-def test_a_row_with_other_weights_under_the_same_name_is_another_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("folder", ["", "~"])
+def test_a_row_with_other_weights_under_the_same_name_is_another_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     weights = tmp_path / "weights.safetensors"
     ids = []
     for content in (b"first", b"second", b"first"):
         weights.write_bytes(content)
-        settings = [f"global-model.init={weights}", "global-model.architecture=resnet18"]
+        name = f"{folder or tmp_path}/{weights.name}"
+        settings = [f"global-model.init={name}", "global-model.architecture=resnet18"]
         ids.append(read_table(write(tmp_path), settings).cells()[0].job_id)
     assert ids[0] == ids[2] != ids[1]
 

@@ -43,7 +43,9 @@ def test_texts_that_are_cut_are_counted_once(
 ) -> None:
     """The end of a prompt is the name of its class; its domain may be of a sealed payload."""
     length, _ = text.shape
-    text.states(["six", "seven"])
+    whole = "an image of six of six"
+    assert text.count_tokens(whole) + 2 == length
+    text.states(["six", whole])
     assert not caplog.records
     for _ in range(2):
         text.states(["six", f"{LONG} and more"])

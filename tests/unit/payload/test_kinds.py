@@ -14,7 +14,15 @@ import torch
 
 from osfl.config import parse_run_config
 from osfl.methods import METHODS
-from osfl.payload.fields import CLIENT_DIMENSIONS, DIMENSIONS, Form, Shape, field_tensors, fields_of
+from osfl.payload.fields import (
+    CLIENT_DIMENSIONS,
+    DIMENSIONS,
+    Form,
+    Shape,
+    Values,
+    field_tensors,
+    fields_of,
+)
 from osfl.payload.kinds import KINDS, Encodings, Mixtures, kind_of
 from server_app import expected
 from tests.helpers.settings import ROOT, quick
@@ -165,6 +173,12 @@ class Uncounted:
 
 
 @dataclass(frozen=True)
+class Countless:
+    classes: tuple[str, ...]
+    sums: Annotated[Real, Shape("classes", "d"), Values.SUMS]
+
+
+@dataclass(frozen=True)
 class Nameless:
     classes: tuple[str, ...]
     state: dict[str, Real]
@@ -182,6 +196,7 @@ class Number:
         (Late, "payload Late: its first field must be `classes`"),
         (Misspelt, "payload Misspelt: means: dimension 'width' is unknown"),
         (Uncounted, r"payload Uncounted: it requires a tensor with Shape\(\"images\"\)"),
+        (Countless, "payload Countless: sums over images require a field `counts`"),
         (Nameless, "payload Nameless: a state dict requires a field `architecture`"),
         (Number, "payload Number: count: the wire format cannot carry <class 'int'>"),
     ],
